@@ -180,8 +180,8 @@ def _compared(
 ) -> tuple[Answer, Expected]:
     """Return the answer of a backend, and its references.
 
-    A second call of a kind is recorded, and a third is repeated on other tensors. The answer of
-    half of the calls is that of their third.
+    A second call of a kind is recorded, a third is repeated, and the backward of a fourth is found
+    by one check, on other tensors. The answer of half of the calls is that of their fourth.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -192,7 +192,7 @@ def _compared(
         raise UnpreparedError(f"{type(error).__name__}: {error}") from error
     calls = [call]
     if drawn.seed % 2:
-        calls = [call, call, drawn.call(device)]
+        calls = [call, call, call, drawn.call(device)]
     with poisoned(drawn.case.deterministic):
         answers = [answer(one, *grads, backend=backend) for one in calls]
     got = answers[-1]

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import rowmax
 from rowmax import torch_compat
-from rowmax.call import normalize, recent
+from rowmax.call import dispatch, normalize, recent
 
 
 @pytest.fixture(autouse=True)
@@ -460,3 +460,41 @@ def test_repeated_calls_of_plain_operations_have_every_derivative() -> None:
             (found,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
         assert found.isfinite().all()
     assert not recent.calls._kinds
+
+
+TERMS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "none": lambda n: {},
+    "bias": lambda n: {"bias": torch.randn(2, 8, 8)},
+    "sink": lambda n: {"sink": torch.randn(2)},
+    "alibi": lambda n: {"alibi": torch.rand(2)},
+    "mask": lambda n: {"mask": torch.randn(8, 8) > 0},
+    "lengths": lambda n: {"mask": rowmax.PrefixLengths(torch.tensor([n % 9, 8]).int())},
+    "bias and window": lambda n: {"bias": torch.randn(8, 8), "mask": rowmax.Window(3, 2)},
+}
+
+
+@pytest.mark.skipif(torch_compat.TensorGuards is None, reason="torch has no such check")
+@pytest.mark.parametrize("name", TERMS)
+def test_the_backward_of_a_call_with_terms_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors are others in each call, and so are their values."""
+    pytest.importorskip("numba")
+    real, found = dispatch.Prepared.repeated_backward, []
+
+    def repeated(*given: Any) -> Any:
+        gradients = real(*given)
+        found.append(gradients is not None)
+        return gradients
+
+    monkeypatch.setattr(dispatch.Prepared, "repeated_backward", repeated)
+    for n in range(8):
+        tensors = qkv(requires_grad=True)
+        more = {"causal": False, **TERMS[name](n)}
+        grads = [
+            torch.autograd.grad(attend(*tensors, backend=one, **more).square().sum(), tensors)
+            for one in ("cpu", "reference")
+        ]
+        for x, y in zip(*grads, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+    assert found[-3:] == [True] * 3

@@ -306,18 +306,27 @@ def counted() -> Iterator[list[str]]:
     from rowmax.call import dispatch
 
     calls: list[str] = []
-    forward, backward = dispatch.Prepared.forward, dispatch.Prepared.backward
+    names = {
+        "forward": "forward",
+        "backward": "backward",
+        "repeated": "forward",
+        "repeated_backward": "backward",
+    }
+    real = {name: getattr(dispatch.Prepared, name) for name in names}
 
-    def count(name: str, function: Any) -> Any:
-        def counting(*args: Any, **keywords: Any) -> Any:
-            calls.append(name)
-            return function(*args, **keywords)
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            found = function(*args, **keywords)
+            if found is not None:  # else no call like it was before, and another computes it
+                calls.append(name)
+            return found
 
-        return counting
+        return call
 
-    dispatch.Prepared.forward = count("forward", forward)
-    dispatch.Prepared.backward = count("backward", backward)
+    for name, function in real.items():
+        setattr(dispatch.Prepared, name, counting(names[name], function))
     try:
         yield calls
     finally:
-        dispatch.Prepared.forward, dispatch.Prepared.backward = forward, backward
+        for name, function in real.items():
+            setattr(dispatch.Prepared, name, function)

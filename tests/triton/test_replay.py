@@ -316,6 +316,48 @@ def test_the_backward_of_a_plain_call_is_found_by_one_check(
     assert call.repeated_backward(rows, every[:3]) is None
 
 
+def test_the_backward_of_a_call_with_terms_is_found_by_one_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keep apart which terms there are, and offsets that are one tensor or two."""
+    backend = _Backward()
+
+    class Plan:
+        first = whole = backend
+
+        @staticmethod
+        def computes(wanted: Wanted) -> _Backward:
+            return backend
+
+    monkeypatch.setattr(dispatch, "choose", lambda *_: Plan)
+    call = dispatch.Prepared(Options(1.0), None)  # pyright: ignore
+    every = Wanted(True, True, True, True, False, False)
+    wanted = (*every, *(False,) * (len(Tensors._fields) - len(every)))
+
+    def rows(*, same: bool = False, bias: bool = True) -> tuple[Any, ...]:
+        q, k, v, *rest = plain_rows()
+        cu_q, cu_k = torch.arange(3), torch.arange(3)
+        inputs = Tensors(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_q if same else cu_k)
+        return (*(inputs._replace(bias=torch.randn(4, 4)) if bias else inputs), *rest)
+
+    def usual(given: tuple[Any, ...]) -> Gradients:
+        *inputs, out, lse, dout = given
+        return call.backward(Tensors(*inputs), out, lse, dout, None, every)
+
+    for same, times in ((False, 3), (True, 1)):  # the second kind has the record of the first
+        for _ in range(times):
+            assert call.repeated_backward(rows(same=same), wanted) is None
+            usual(rows(same=same))
+        given = rows(same=same)
+        found = call.repeated_backward(given, wanted)
+        assert found is not None
+        want = [*found[:3], *given[:3], *given[-3:]]
+        assert list(backend.launch.repeated[-1][0]) == [x.data_ptr() for x in want]
+    assert call.repeated_backward(rows(bias=False), wanted) is None
+    assert call.repeated_backward((*rows()[:-1], None), wanted) is None
+    assert call.repeated_backward(rows(), (False, *wanted[1:])) is None
+
+
 def test_a_record_that_was_dropped_repeats_nothing() -> None:
     launch = Launch()
 

@@ -169,6 +169,7 @@ class Plan(NamedTuple):
 
 _PLAIN = 3  # tensors of a plain call: q, k and v
 _NO_TERMS = (None,) * (len(Tensors._fields) - _PLAIN)
+_NUMBERS_OF_INPUTS = _PLAIN, len(Tensors._fields)
 _MOST_KINDS = 64  # kinds of backward of one kind of call: by strides and wanted gradients
 
 
@@ -183,7 +184,7 @@ class Prepared:
     def __init__(self, options: Options, problem: Problem) -> None:
         self.options = options
         self.problem = problem
-        #: by the gradients that are wanted: how to repeat the backward of a plain call
+        #: by the gradients that are wanted, and which inputs there are: how to repeat a backward
         self._backwards: Recent[Callable[..., Any]] = Recent()
         #: by direction, and what the tensors of a backward are like; None after the first call,
         #: False where calls cannot be recorded
@@ -290,8 +291,12 @@ class Prepared:
         again: Any = self._again.get(key)
         found: Any = again(given, into) if callable(again) else None
         if found is not None:
-            if not (wide or part) and dlse is None and all(x is None for x in tensors[_PLAIN:]):
-                self._backwards.remember(wanted[:_PLAIN], again, *tensors[:_PLAIN], out, lse, dout)
+            if not (wide or part) and dlse is None:
+                inputs = tensors
+                if all(x is None for x in tensors[_PLAIN:]):
+                    inputs = tensors[:_PLAIN]
+                key, rows = _by_one_check(inputs, (out, lse, dout), wanted)
+                self._backwards.remember(key, again, *rows)
             return found
         problem = self.problem
         if wide or part:
@@ -311,19 +316,23 @@ class Prepared:
         return self._run(key, backend, run, given)
 
     def repeated_backward(
-        self, rows: tuple[Tensor, ...], wanted: tuple[bool, ...]
+        self, rows: tuple[Any, ...], wanted: tuple[bool, ...]
     ) -> Gradients | None:
-        """Return the gradients of a plain call (``recent``) like one before, if there was.
+        """Return the gradients of a call like one before, if there was: by one check (``recent``).
 
-        ``rows`` are q, k, v, out, lse and the gradient of out; others are of no plain call.
-        ``wanted`` is for q, k and v.
+        ``rows`` are q, k and v or all inputs, then out, lse and the gradient of out. ``wanted`` is
+        for each of the inputs.
         """
-        if len(rows) != _PLAIN + 3:
+        inputs, of_out = rows[:-3], rows[-3:]
+        if of_out[2] is None or len(inputs) not in _NUMBERS_OF_INPUTS:
             return None
-        again = self._backwards.recall(wanted, *rows)
+        key, given = _by_one_check(inputs, of_out, wanted)
+        again = self._backwards.recall(key, *given)
         if again is None:
             return None
-        return again((*rows[:_PLAIN], *_NO_TERMS, *rows[_PLAIN:], None))
+        if len(inputs) == _PLAIN:
+            inputs = (*inputs, *_NO_TERMS)
+        return again((*inputs, *of_out, None))
 
     def tangent(self, tensors: Tensors, tangents: Tangents) -> tuple[Tensor, ...]:
         """Return (out, lse, tout, tlse)."""
@@ -376,6 +385,25 @@ class Prepared:
             return run(given)
         results, self._again[key] = record(run, given)
         return results
+
+
+def _by_one_check(
+    inputs: tuple[Any, ...], of_out: tuple[Any, ...], wanted: tuple[bool, ...]
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """Return the key of a backward, of q, k and v or of all inputs, and its different tensors.
+
+    The check takes no tensor twice. Offsets of queries and of keys may be one tensor.
+    """
+    if len(inputs) == _PLAIN:
+        return wanted[:_PLAIN], (*inputs, *of_out)
+    numbers: dict[int, int] = {}
+    given, each = [], []
+    for x in inputs:
+        number = -1 if x is None else numbers.setdefault(id(x), len(given))
+        each.append(number)
+        if number == len(given):
+            given.append(x)
+    return (wanted[: len(Wanted._fields)], *each), (*given, *of_out)
 
 
 def _grouped(given: Iterable[Any], *kinds: Any) -> list[Any]:

@@ -147,7 +147,8 @@ class _Attention(Function):
         if dlse is None and prepared is not None and not dispatched:
             gradients = prepared.repeated_backward((*saved, dout), ctx.needs_input_grad[1:])
             if gradients is not None:
-                return (None, *gradients[: ctx.n_inputs])
+                found = (None, *gradients[: ctx.n_inputs])
+                return (*found, *(None,) * (1 + ctx.n_inputs - len(found)))
         *inputs, out, lse = saved
         tensors, wanted = Tensors(*inputs), _wanted(ctx)
         dout = torch.zeros_like(out) if dout is None else dout
