@@ -73,9 +73,9 @@ def test_launches_are_repeated_at_the_addresses_of_other_tensors() -> None:
     # q, k and v are one tensor in the call that is recorded
     results, again = replay.record(run, inputs(one=True))
     assert [x.dtype for x in results] == [torch.float32, torch.float64]
-    for _ in range(2):
+    for alone in (False, True):  # q, k and v alone stand for all inputs
         given = inputs()
-        out, lse = again(given)
+        out, lse = again(given[:3] if alone else given)
         assert out.shape == given.q.shape
         assert (lse.shape, lse.dtype) == ((3,), torch.float64)
         pointers, bases = launch.repeated[-1]
