@@ -266,15 +266,8 @@ class _Backward:
         return Gradients(*made)
 
 
-def plain_rows() -> tuple[Tensor, ...]:
-    """Return q, k, v, out, lse and the gradient of out."""
-    q, k, v, out, dout = (torch.randn(2, 4, 2, 8) for _ in range(5))
-    return q, k, v, out, torch.randn(2, 2, 4), dout
-
-
-def test_the_backward_of_a_plain_call_is_found_by_one_check(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def call_of_one_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[_Backward, dispatch.Prepared]:
+    """Return a backend, and a call whose gradients it computes."""
     backend = _Backward()
 
     class Plan:
@@ -285,7 +278,19 @@ def test_the_backward_of_a_plain_call_is_found_by_one_check(
             return backend
 
     monkeypatch.setattr(dispatch, "choose", lambda *_: Plan)
-    call = dispatch.Prepared(Options(1.0), None)  # pyright: ignore
+    return backend, dispatch.Prepared(Options(1.0), None)  # pyright: ignore
+
+
+def plain_rows() -> tuple[Tensor, ...]:
+    """Return q, k, v, out, lse and the gradient of out."""
+    q, k, v, out, dout = (torch.randn(2, 4, 2, 8) for _ in range(5))
+    return q, k, v, out, torch.randn(2, 2, 4), dout
+
+
+def test_the_backward_of_a_plain_call_is_found_by_one_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend, call = call_of_one_backend(monkeypatch)
     every = Wanted(True, True, True, False, False, False)
 
     def usual(*rows: Tensor) -> Gradients:
@@ -320,17 +325,7 @@ def test_the_backward_of_a_call_with_terms_is_found_by_one_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keep apart which terms there are, and offsets that are one tensor or two."""
-    backend = _Backward()
-
-    class Plan:
-        first = whole = backend
-
-        @staticmethod
-        def computes(wanted: Wanted) -> _Backward:
-            return backend
-
-    monkeypatch.setattr(dispatch, "choose", lambda *_: Plan)
-    call = dispatch.Prepared(Options(1.0), None)  # pyright: ignore
+    backend, call = call_of_one_backend(monkeypatch)
     every = Wanted(True, True, True, True, False, False)
     wanted = (*every, *(False,) * (len(Tensors._fields) - len(every)))
 
