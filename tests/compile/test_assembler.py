@@ -259,7 +259,8 @@ def test_float32_kernels_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = tiles.Limits("an H200", 227 << 10, 32, no_wgmma=True, split=True, wgmma=True)
     monkeypatch.setattr(tiles, "limits_of", lambda _: limits)
     launch, kernel_args = compile_kernels.launch, compile_kernels.kernel_args
-    for where, name in ((launch.Job, "run"), (kernel_args, "capability")):
+    on = (compile_kernels.compiled.Launch, "on")
+    for where, name in ((launch.Job, "run"), on, (kernel_args, "capability")):
         monkeypatch.setattr(where, name, getattr(where, name))  # put back after the test
     monkeypatch.setattr(launch, "_jobs", {})
     found = compile_kernels.made(compile_kernels.FLOAT32[0], torch.float32, "sm_90")

@@ -292,10 +292,7 @@ class Prepared:
         found: Any = again(given, into) if callable(again) else None
         if found is not None:
             if not (wide or part) and dlse is None:
-                inputs = tensors
-                if all(x is None for x in tensors[_PLAIN:]):
-                    inputs = tensors[:_PLAIN]
-                key, rows = _by_one_check(inputs, (out, lse, dout), wanted)
+                key, rows = _by_one_check(tensors, (out, lse, dout), wanted)
                 self._backwards.remember(key, again, *rows)
             return found
         problem = self.problem
@@ -394,8 +391,8 @@ def _by_one_check(
 
     The check takes no tensor twice. Offsets of queries and of keys may be one tensor.
     """
-    if len(inputs) == _PLAIN:
-        return wanted[:_PLAIN], (*inputs, *of_out)
+    if len(inputs) == _PLAIN or all(x is None for x in inputs[_PLAIN:]):
+        return wanted[:_PLAIN], (*inputs[:_PLAIN], *of_out)
     numbers: dict[int, int] = {}
     given, each = [], []
     for x in inputs:

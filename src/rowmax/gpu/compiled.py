@@ -38,7 +38,7 @@ _TYPES = {
 }
 
 _MOST_KERNELS = 1024
-_MOST_READY = 64  # alignments of the pointers of one launch
+_MOST_READY = 64  # dtypes and alignments of the tensors of one launch
 _MOST_PARTS = 256  # addresses of the tensor of one descriptor
 
 
@@ -98,7 +98,7 @@ class Kept:
 
 
 class Ready(NamedTuple):
-    """A launch with pointers of some alignment."""
+    """A launch with tensors of some dtypes and alignments."""
 
     run: Callable[..., None] | None  # None: the public way
     parts_of: Callable[[int, Any], compat.Parts] | None
