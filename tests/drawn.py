@@ -139,7 +139,7 @@ def wrong(
     """
     found = [_compared(drawn, backend, device, reference)]
     texts = complaints(*found[0])
-    if not texts or any(_is_clear(text) for text in texts):
+    if not texts or any(is_clear(text) for text in texts):
         return texts
     for more in MORE:
         seeds = range(drawn.seed + len(found), drawn.seed + len(found) + more)
@@ -150,7 +150,7 @@ def wrong(
     return texts
 
 
-def _is_clear(text: str) -> bool:
+def is_clear(text: str) -> bool:
     """Return True for a sentence that more numbers do not change."""
     return any(word in text for word in ("NaN", "infinite", "shape"))
 
@@ -428,7 +428,10 @@ def siblings(rng: random.Random, drawn: Drawn, dtypes: Sequence[str], count: int
     for name in names:
         now = getattr(drawn.case, name)
         values = [x for x in _OTHERS[name] if x != now]
-        found.append(replace(drawn, case=replace(drawn.case, **{name: rng.choice(values)})))
+        case = replace(drawn.case, **{name: rng.choice(values)})
+        if case.prefix is not None and (case.right or 0) > 0:  # no mask has both
+            case = replace(case, right=None)
+        found.append(replace(drawn, case=case))
     return found
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,9 @@ from rowmax.bench import run
 from rowmax.testing import Case
 
 from . import hanging_rank
+from .distributed.drawn import spread_of, spreads
 from .gpu import distributed as checks
+from .gpu import distributed_search as search
 from .gpu import results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -291,3 +294,41 @@ def test_the_result_of_all_ranks_is_one():
     group: Any = mock.Mock(**{"run.side_effect": RanksError("rank 1 has ended")})
     check = checks.checks_of(checks.arguments(["--device", "cpu"]))[0]
     assert checks.result_of(group, check) == "fault: rank 1 has ended"
+
+
+# --- random calls --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_search_counts_its_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "search.csv"
+    words = ["--device", "cpu", "--minutes", "0.05", "--budget", "2000", "--out", str(out)]
+    assert search.main([*words, "--dtype", "float32,float64"]) == 0
+    rows = results.read(out)
+    assert rows
+    assert all(row.right or row.result.startswith("not run") for row in rows)
+    assert all(row.variant.startswith("2 ranks ") for row in rows)
+    assert "0 wrong, 0 fault" in capsys.readouterr().out
+
+
+def test_a_search_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--device", "cpu", "--minutes", "0.05", "--out", str(tmp_path / "search.csv")]
+    one = search.Search(search.arguments(words))
+    calls = list(islice(spreads(0, 2, "float32", ("torch",), 2000), 3))
+    found = [("right", []), ("wrong", ["out: 3 times the bound"]), ("right", [])]
+    with (
+        mock.patch.object(search, "Ranks"),
+        mock.patch.object(search, "result_of", side_effect=found),
+        mock.patch.object(one, "calls", return_value=calls),
+    ):
+        one.run()
+    assert (one.bad, one.calls_made) == (1, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["WRONG", "out: 3 times the bound"]
+    assert spread_of(lines[2]) == calls[1]
+
+
+def test_ranks_that_end_are_a_fault():
+    one = next(spreads(0, 2, "float32", ("torch",), 2000))
+    group: Any = mock.Mock(**{"run.side_effect": RanksError("rank 1 has ended")})
+    assert search.result_of(group, one) == ("fault", ["rank 1 has ended"])

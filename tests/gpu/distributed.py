@@ -62,7 +62,8 @@ from rowmax.distributed.shared import shares_memory
 from rowmax.distributed.strategies import STRATEGIES
 from rowmax.testing import COVERING, Answer, Call, Case, complaints, cotangents, expected, make
 from tests.distributed.attention_programs import with_unit_values
-from tests.distributed.programs import LAYOUTS, copies, has_rows, heads_apart, in_stages, own_call
+from tests.distributed.programs import LAYOUTS, copies, heads_apart, in_stages, own_call
+from tests.distributed.rows import joined, prepared
 from tests.gpu import results
 from tests.gpu.check import EVERY, Report
 from tests.gpu.kinds import Check
@@ -99,67 +100,6 @@ LONG_RANK, MOST_IN_USE = 2**18, 32.0
 
 
 # --- what ranks run ------------------------------------------------------------------------------
-
-
-def prepared(
-    rank: Rank, call: Call, layouts: tuple[Layout, Layout], more: dict[str, Any]
-) -> Callable[..., Answer]:
-    """Return a function of a factor of q, k and v, 1 by default, that returns own rows' answer."""
-    queries, keys = layouts
-    i, j = (one.positions(rank.rank, rank.device) for one in layouts)
-    dout, dlse = cotangents(call)
-    options: dict[str, Any] = {"layout": queries, "k_layout": keys, "return_lse": True, **more}
-    if call.case.packed:
-        q, k, v, cu_q, cu_k, *_ = call.inputs
-        named = {**call.keywords, "q": q[i], "k": k[j], "v": v[j]}
-        options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-        grads = [dout[i], dlse[..., i]]
-    else:
-        (q, k, v), keywords = own_call(call, queries, keys, rank.rank)
-        named = {**keywords, "q": q, "k": k, "v": v}
-        grads = [dout[:, i], dlse[..., i]]
-
-    def answer(factor: float = 1.0) -> Answer:
-        scaled = dict(named)
-        if factor != 1.0:  # a product has other strides
-            scaled |= {name: factor * named[name] for name in "qkv"}
-        leaves = {name: scaled[name].detach().requires_grad_() for name in call.leaves}
-        function: Any = rd.attention_varlen if call.case.packed else rd.attention
-        out, lse = function(**{**scaled, **leaves}, **options)
-        got = torch.autograd.grad([out, lse], list(leaves.values()), grads)
-        return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
-
-    return answer
-
-
-def joined(call: Call, layouts: tuple[Layout, Layout], rank: int, own: Answer) -> Answer:
-    """Return the answer of the whole: rows from their ranks, and sums of shares."""
-    queries, _ = layouts
-    i, j = (one.positions(rank, own.out.device) for one in layouts)
-    q, v = call.inputs[0], call.inputs[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-
-    def total(shape: Any, rows: Any, part: Tensor) -> Tensor:
-        found = torch.zeros(shape, dtype=wide, device=part.device)
-        if rows is None:
-            found += part
-        else:
-            found[rows] = part.to(wide)
-        dist.all_reduce(found)
-        return found.to(part.dtype)
-
-    first = () if call.case.packed else (slice(None),)
-    out = total((*q.shape[:-1], v.shape[-1]), (*first, i), own.out)
-    lse = total((*q.shape[:-3], q.shape[-2], q.shape[-3]), (..., i), own.lse)
-    gradients = {}
-    for name, leaf in call.leaves.items():
-        rows: Any = None
-        if name in "qkv":
-            rows = (*first, i if name == "q" else j)
-        elif name == "bias" and has_rows(leaf, queries.n):
-            rows = (..., i, slice(None))
-        gradients[name] = total(leaf.shape, rows, own.gradients[name]).to(leaf.dtype)
-    return Answer(out, lse, gradients)
 
 
 def layouts_of(call: Call, kind: str, ranks: int) -> tuple[Layout, Layout]:

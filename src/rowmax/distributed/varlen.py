@@ -123,6 +123,8 @@ def _documents(
         raise bad("cu_seqlens_k", f"{cu_k.shape[0]} offsets", want)
     if not isinstance(layout, Layout):
         raise wrong_type("layout", type(layout).__name__, "a Layout")
+    if cu_q.shape[0] == 1:  # a mask has one document at least: here one without rows
+        cu_k, cu_q = (torch.cat([cu, cu]) for cu in (cu_k, cu_q))
     values_q = offsets_of(cu_q)
     values_k = values_q if cu_k is cu_q else offsets_of(cu_k)
     if values_q and values_q[-1] != layout.n:
