@@ -67,6 +67,13 @@ SETS: dict[str, tuple[str, ...]] = {
         "dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=8 hk=8 d=64|128",
         "dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=32 hk=8 d=64|128",
     ),
+    # the same, of packed sequences
+    "cpu-few-packed": (
+        "dtype=float32|bfloat16|float16 nq=1 hq=8 hk=8 d=64 packed=16+16+16+16+16+16+16+16",
+        "dtype=float32|bfloat16|float16 nq=1 hq=8 hk=8 d=64 packed=512+512+512+512+512+512+512+512",
+        "dtype=float32|bfloat16|float16 nq=1 hq=32 hk=8 d=128 packed=4096+1000+2048+7+2500+64",
+        "dtype=float32|bfloat16|float16 nq=4 hq=8 hk=8 d=64 causal=1 packed=2048+2048+900+300",
+    ),
     "cpu-short": (
         "dtype=float32|bfloat16|float16 n=16|32|49|128|197 b=512 hq=12 d=64",
         "dtype=float32|bfloat16|float16 n=16|32|49|128|197 b=512 hq=8 d=128",

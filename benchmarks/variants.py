@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rowmax.bench.cells import Cell, Inputs
-from rowmax.bench.providers import UnsupportedError, arguments
+from rowmax.bench.providers import UnsupportedError, arguments, longest
 
 Call = Callable[[], Any]
 
@@ -100,7 +100,7 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any, torch.Tensor]:
 
     packed = ()
     if x.offsets is not None:
-        packed = ((x.offsets, x.offsets), (max(cell.packed), max(cell.packed)))
+        packed = ((x.q_offsets, x.offsets), longest(cell))
     tensors, options, known = normalized(call_of(x.q, x.k, x.v, *packed, **arguments(cell, x)))
     problem = known.problem if known else problem_of(tensors, options)
     return tensors, problem, x.dout[None] if cell.packed else x.dout

@@ -31,6 +31,7 @@ FEATURES = (
     f"{TINY} bias=bhqk documents=3 causal=1",
     f"{TINY} dropout=0.25",
     "d=16 hq=2 dtype=float32 causal=1 packed=30+7",
+    "d=16 hq=4 hk=2 dtype=float32 causal=1 nq=3 packed=30+7",
     f"{TINY} nq=3 hk=1 causal=1",
     f"{TINY} nq=5 window=20 alibi=1",
     f"{TINY} nq=1 lengths=40+64 bias=1hqk",
@@ -57,8 +58,20 @@ def test_few_queries_stand_at_the_last_keys():
     assert cell.pairs == 2 * 3 * 10
     assert cell.streamed == 2 * 12 * 2 * 2 * 16 * 4
     assert "nq 3" in cell.name
-    with pytest.raises(ValueError, match="nq: got 3 with packed"):
-        cells("nq=3 packed=5+7")
+    with pytest.raises(ValueError, match="nq: got 3 with documents"):
+        cells("nq=3 documents=2")
+
+
+def test_packed_sequences_have_as_many_queries_each():
+    (cell,) = cells("d=16 hq=4 hk=2 dtype=float32 nq=3 causal=1 packed=50+70")
+    x = inputs_of(cell, "cpu")
+    assert x.q.shape == x.dout.shape == (6, 4, 16)
+    assert x.k.shape == (120, 2, 16)
+    assert x.q_offsets is not None
+    assert x.offsets is not None
+    assert (x.q_offsets.tolist(), x.offsets.tolist()) == ([0, 3, 6], [0, 50, 120])
+    assert cell.pairs == 3 * 120
+    assert "nq 3" in cell.name
 
 
 def test_every_feature_is_timed_and_agrees_with_a_peer(tmp_path: Path):

@@ -194,16 +194,102 @@ def test_random_packed_short_sequences(dtype: torch.dtype) -> None:
     assert reached > 6
 
 
+#: ends of the first two of three sequences
+_ENDS = ((80, 160), (80, 160), (80, 160), (10, 230), (0, 240), (239, 240), (100, 101))
+#: the same of few queries: more keys than a chunk has, a part of one, none
+_FEW_LENGTHS = ((3, 1300), (0, 0), (1, 1), (8, 600), (0, 700), (5, 0), (2, 513), (7, 7))
+
+
+def _packed_few(options: dict[str, Any]) -> Case:
+    """Return a case of packed sequences of few queries, also where the most are only bounded."""
+    most = 3 if options.get("max_given") else few_calls.MOST_QUERIES
+    sequences = tuple((min(n, most), m) for n, m in _FEW_LENGTHS)
+    return _packed({"sequences": sequences, **options})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_few_queries(name: str, dtype: torch.dtype) -> None:
+    case = _packed_few(PACKED[name])
+    problem = make(case).problem()[0]
+    kernel = few_calls.WAYS["forward"][name == "one"].kernel  # which has nine queries
+    with mock.patch.object(few_calls, "get_num_threads", return_value=1):
+        taken = few_calls.way(problem, "forward")
+    assert taken is not None
+    assert taken.kernel is kernel
+    _check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["window", "terms", "aligned", "strided", "heads"])
+def test_heads_and_threads_do_not_change_the_bits_of_packed_few_queries(
+    name: str, dtype: torch.dtype
+) -> None:
+    case = _packed_few(PACKED[name])
+    want = _few_bits(case, dtype, 1, 1)
+    for heads, threads in ((1, 4), (2, 1), (2, 4)) if case.hk == 2 else ((1, 4),):
+        got = _few_bits(case, dtype, heads, threads)
+        assert len(got) >= 5
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_few_queries_have_the_bits_of_their_sequences(dtype: torch.dtype) -> None:
+    call = make(_packed_few({"causal": True, "sink": True}), dtype=dtype)
+    q, k, v, cu_q, cu_k, *_ = call.inputs
+    whole, lse = call(backend="cpu")
+    for n in range(len(cu_q) - 1):
+        i, j = (slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))
+        if i.stop > i.start and j.stop > j.start:
+            rows = (q[None, i], k[None, j], v[None, j])
+            out, alone = rowmax.attention(
+                *rows, causal=True, sink=call.keywords["sink"], return_lse=True, backend="cpu"
+            )
+            assert torch.equal(out[0], whole[i])
+            assert torch.equal(alone[0], lse[:, i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_packed_few_queries(dtype: torch.dtype) -> None:
+    reached = 0
+    for seed in range(6):
+        rng, case = random.Random(seed), _drawn_packed(100 + seed, dtype)
+        pairs = [(rng.randint(0, 8), rng.choice((0, 9, 560))) for _ in range(4)]
+        group = min(2, case.hq // (case.hk or case.hq))
+        case = replace(case, sequences=tuple(pairs), hk=2, hq=2 * group)
+        taken = few_calls.way(make(case).problem()[0], "forward")
+        reached += taken is not None and taken.kernel is few.few_forward
+        _check(case, dtype)
+    assert reached > 3
+
+
+def test_no_number_of_each_pair_is_kept_of_packed_sequences() -> None:
+    """A long one would have as many pairs for each of the others."""
+    call = make(_packed_few({"bias": "111k"}))
+    problem, tensors = call.problem()
+    out, lse = few_calls.forward(problem, tensors) or (None, None)
+    assert out is not None
+    assert lse is not None
+    given = problem, tensors, out, lse, out, None
+    assert few_calls.backward(*given, call.wanted) is None
+    assert few_calls.backward(*given, call.wanted._replace(bias=False)) is not None
+
+
+@pytest.mark.parametrize("nq", [2, 240])
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
-def test_a_repeated_packed_call_has_its_own_sequences(dtype: torch.dtype) -> None:
+def test_a_repeated_packed_call_has_its_own_sequences(dtype: torch.dtype, nq: int) -> None:
     """The first ones are the shortest: memory is for the longest that the bounds allow."""
-    rows = [torch.randn(240, 4, 32, dtype=dtype).requires_grad_() for _ in "qkv"]
-    for ends in ((80, 160), (80, 160), (80, 160), (10, 230), (0, 240), (239, 240), (100, 101)):
-        cu = torch.tensor([0, *ends, 240], dtype=torch.int32)
+    q, k, v = (torch.randn(n, 4, 32, dtype=dtype).requires_grad_() for n in (nq, 240, 240))
+    of_queries = [(round(nq * a / 240), round(nq * b / 240)) for a, b in _ENDS]
+    for ends_q, ends in zip(of_queries, _ENDS, strict=True):
+        cu_q, cu = (
+            torch.tensor([0, *x, n], dtype=torch.int32) for x, n in ((ends_q, nq), (ends, 240))
+        )
         found = []
         for backend in ("cpu", "torch"):
-            out = rowmax.attention_varlen(*rows, cu, cu, 240, 240, causal=True, backend=backend)
-            found.append([out, *torch.autograd.grad(out.float().square().sum(), rows)])
+            more: Any = {"causal": True, "backend": backend}
+            out = rowmax.attention_varlen(q, k, v, cu_q, cu, nq, 240, **more)
+            found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
         for a, b in zip(*found, strict=True):
             rtol = 1e-4 if dtype == torch.float32 else 3e-2
             torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
@@ -298,7 +384,7 @@ def _few_bits(case: Case, dtype: torch.dtype, heads: int, threads: int) -> list[
         with poisoned(), mock.patch.object(few_calls, "heads_of_task", return_value=heads):
             done = few_calls.forward(problem, tensors)
             assert done is not None
-            grads = (t.to(x.dtype) for t, x in zip(cotangents(call), done, strict=True))
+            grads = (t.reshape(x.shape) for t, x in zip(cotangents(call), done, strict=True))
             found = few_calls.backward(problem, tensors, *done, *grads, call.wanted)
             assert found is not None
     finally:

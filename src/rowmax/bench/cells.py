@@ -34,14 +34,14 @@ class Cell:
     documents: int = 0  # number of documents of equal length
     layers: int = 0  # layers of the model of a training step; b are its rows
     compiled: bool = False  # torch.compile compiles the whole model
-    nq: int = 0  # queries; 0: as many as keys
+    nq: int = 0  # queries, of each packed sequence; 0: as many as keys
     bias_float32: bool = False  # whatever the dtype of q
     dv: int = 0  # columns of values and results; 0: as many as of q and k
     boolean: bool = False  # the mask is given as a boolean tensor
 
     def __post_init__(self) -> None:
-        if self.nq and (self.packed or self.documents):
-            raise ValueError(f"nq: got {self.nq} with packed sequences or documents; want 0")
+        if self.nq and self.documents:
+            raise ValueError(f"nq: got {self.nq} with documents; want 0")
         masked = self.causal or self.window or self.documents or self.lengths
         if self.boolean and (self.packed or not masked):
             raise ValueError("boolean: got True; want a mask, and no packed sequences")
@@ -68,7 +68,8 @@ class Cell:
 
     @property
     def queries(self) -> int:
-        return self.nq or self.n
+        """Return the rows of q: those of all packed sequences."""
+        return self.nq * max(1, len(self.packed)) or self.n
 
     @property
     def values(self) -> int:
@@ -83,7 +84,8 @@ class Cell:
         """
         n, w = self.n, self.window
         if self.nq:
-            return self.nq * (sum(self.lengths) or self.b * min(w + 1 if w else n, n))
+            keys = sum(self.packed) or sum(self.lengths) or self.b * min(w + 1 if w else n, n)
+            return self.nq * keys
         every = self.b * (n * (w + 1) - w * (w + 1) / 2 if w else n * n) / (self.documents or 1)
         every = sum(x * x for x in self.packed) or n * sum(self.lengths) or every
         return every / (2 if self.causal else 1)
@@ -134,7 +136,8 @@ class Inputs:
     slopes: Tensor | None = None  # [Hq]
     lengths: Tensor | None = None  # [B]
     ids: Tensor | None = None  # [N], the document of each position
-    offsets: Tensor | None = None  # the first position of each packed sequence, and the end
+    offsets: Tensor | None = None  # the first key of each packed sequence, and the end
+    q_offsets: Tensor | None = None  # the same of queries
 
 
 def inputs_of(cell: Cell, device: str) -> Inputs:
@@ -162,6 +165,9 @@ def inputs_of(cell: Cell, device: str) -> Inputs:
         found.ids = torch.arange(cell.n, device=device) // -(-cell.n // cell.documents)
     if cell.packed:
         found.offsets = torch.tensor((0, *cell.packed), device=device).cumsum(0).int()
+        found.q_offsets = found.offsets
+        if cell.nq:
+            found.q_offsets = cell.nq * torch.arange(len(cell.packed) + 1, device=device).int()
     return found
 
 

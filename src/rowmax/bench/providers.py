@@ -97,10 +97,15 @@ def of_rowmax(cell: Cell, x: Inputs, words: list[str]) -> Attend:
     options = arguments(cell, x)
     options["deterministic"] = "deterministic" in words
     options["backend"] = next((word for word in words if word != "deterministic"), None)
-    if x.offsets is None:
+    if x.q_offsets is None or x.offsets is None:
         return lambda q, k, v: rowmax.attention(q, k, v, **options)
-    more = x.offsets, x.offsets, max(cell.packed), max(cell.packed)
+    more = x.q_offsets, x.offsets, *longest(cell)
     return lambda q, k, v: rowmax.attention_varlen(q, k, v, *more, **options)
+
+
+def longest(cell: Cell) -> tuple[int, int]:
+    """Return the most queries and keys of a packed sequence."""
+    return cell.nq or max(cell.packed), max(cell.packed)
 
 
 def arguments(cell: Cell, x: Inputs) -> dict[str, Any]:
@@ -141,8 +146,12 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
         refuse(cell, "bias alibi")
         each = [of_sdpa(replace(cell, n=n, packed=()), x, kernel) for n in cell.packed]
 
+        of_q = [cell.nq] * len(cell.packed) if cell.nq else list(cell.packed)
+        sizes = of_q, list(cell.packed), list(cell.packed)
+
         def one_by_one(*qkv: Tensor) -> Tensor:
-            parts = zip(*(t[None].split(cell.packed, -2) for t in qkv), strict=True)
+            of_each = (t[None].split(n, -2) for t, n in zip(qkv, sizes, strict=True))
+            parts = zip(*of_each, strict=True)
             return torch.cat([f(*part) for f, part in zip(each, parts, strict=True)], -2)[0]
 
         return one_by_one
@@ -247,14 +256,16 @@ def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
         "dropout_p": cell.dropout or None,
         "alibi_slopes": x.slopes,
         "window_size": (cell.window, 0) if cell.window else None,
-        "cu_seqlens_q": x.offsets,
+        "cu_seqlens_q": x.q_offsets,
         "cu_seqlens_k": x.offsets,
     }
     given: dict[str, Any] = {key: y for key, y in options.items() if y is not None}
     known = set(signature(function).parameters)
     if set(given) - known:
         raise UnsupportedError(f"it lacks {sorted(set(given) - known)}")
-    given |= {key: max(cell.packed) for key in ("max_seqlen_q", "max_seqlen_k") if key in known}
+    if cell.packed:
+        lengths = zip(("max_seqlen_q", "max_seqlen_k"), longest(cell), strict=True)
+        given |= {key: n for key, n in lengths if key in known}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(q, k, v, **given)

@@ -44,7 +44,7 @@ _AXES["states"] = "bhij"
 _MEMORY = ("sequences", "panels", "tangent_panels", "values")
 _SIZES = ["batch", "hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
-_SIZES += ["longest_k", "parts", "store_bias", "bent", "wide"]
+_SIZES += ["longest_q", "longest_k", "parts", "store_bias", "bent", "wide"]
 #: 1 + the row of each parameter of head terms; 0: absent
 _SIZES += [f"head_{name}" for name in parameters_of()]
 #: from ``Positions``: the shift of distances, and the first of each of dropout's counters
@@ -123,7 +123,8 @@ class Call:
         words = _numbers(problem, self.whole, max(self.lanes, self.whole)).view(np.int64).copy()
         self.record = words.view(CALL)
         self._words = words.data
-        self.set(longest_k=int(self.sequences["keys"].max(initial=0)))
+        for of, name in (("queries", "longest_q"), ("keys", "longest_k")):
+            self.set(**{name: int(self.sequences[of].max(initial=0))})
         self.set(sequences=self.sequences.ctypes.data)
         self._kept: list[Tensor] = []
         self.states = _tile_map(problem, tensors, in_place)

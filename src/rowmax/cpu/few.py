@@ -4,6 +4,8 @@ The query heads of a kv head share every tile of keys that is read. Nothing is p
 kept but the scores of a tile. Rules of masks and scores are those of tiles. A task has several kv
 heads where memory is read in its order only so (``few_calls.heads_of_task``).
 
+Packed sequences have memory and tasks for the longest, and shorter ones leave some of them empty.
+
 Many keys are divided into chunks of CHUNK tiles, a task each. The sums of a chunk are its part of
 the result; the task that ends last adds the parts up, in the order of chunks. So results have the
 same bits for any number of threads.
@@ -99,8 +101,21 @@ def tiles_of(task, call, low, high):
 
 
 @inner
-def part_at(call, number, rows):
+def most_rows(call):
+    """Return the rows of a task of the longest sequence."""
+    return call.task_heads * call.group * call.longest_q
+
+
+@inner
+def chunks_of(seq):
+    """Return the chunks that hold keys of a sequence, at least one."""
+    return max(1, (seq.keys + CHUNK * TILE_K - 1) // (CHUNK * TILE_K))
+
+
+@inner
+def part_at(call, number):
     """Return the part of a result with a number."""
+    rows = most_rows(call)
     first = call.chunk_parts + 4 * number * rows * (call.value_d + 2)
     return Part(*ends(first, 4 * rows, (call.value_d, 1, 1))[:-1])
 
@@ -182,9 +197,8 @@ def few_forward(pointer):
     data, kind, like = address(pointer), kind_of(pointer), array(0, 0, np.float32)
     call = array(data, 1, CALL)[0]
     sequences = all_sequences(call)
-    most = call.task_heads * call.group * sequences[0].queries
     each = room_of(call, call.task_heads)
-    owner, at = memory_of(like, most, (each, call.d, TILE_K, call.value_d, 1, 1))
+    owner, at = memory_of(like, most_rows(call), (each, call.d, TILE_K, call.value_d, 1, 1))
     scratch, own = Scratch(*at[:3]), Part(*at[3:])
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
     while True:
@@ -195,14 +209,15 @@ def few_forward(pointer):
         seq, part = sequences[task.s], own
         rows = task.heads * call.group * seq.queries
         if call.chunks > 1:
-            part = part_at(call, t, rows)
-        forward_heads(call, seq, task, part, scratch, kept, like, kind)
+            part = part_at(call, t)
+        if task.chunk < chunks_of(seq):
+            forward_heads(call, seq, task, part, scratch, kept, like, kind)
         if call.chunks > 1:
             if not is_last(data, call.chunks, task):
                 continue
-            part = part_at(call, t - task.chunk, rows)
-            for chunk in range(1, call.chunks):
-                other = part_at(call, t - task.chunk + chunk, rows)
+            part = part_at(call, t - task.chunk)
+            for chunk in range(1, chunks_of(seq)):
+                other = part_at(call, t - task.chunk + chunk)
                 add_part(part, other, rows, call.value_d, like, call.natural)
         if not write_rows(call, seq, task, part, rows, like, kind):
             fetch_add(data + INFINITE, 1)
@@ -324,8 +339,7 @@ def few_backward(pointer):
     call = array(data, 1, CALL)[0]
     sequences = all_sequences(call)
     d, value_d = call.d, call.value_d
-    most = call.task_heads * call.group * sequences[0].queries
-    each = room_of(call, call.task_heads)
+    most, each = most_rows(call), room_of(call, call.task_heads)
     tile = max(TILE_K, value_d)  # a row of out is read into that of dp
     owner, at = memory_of(like, most, (d, each, d, d, value_d, TILE_K, tile, 1, 1))
     buffers_owner, buffers = buffers_of(call, call.dheads.address, like)
@@ -337,16 +351,18 @@ def few_backward(pointer):
         seq = sequences[task.s]
         rows = task.heads * call.group * seq.queries
         if call.chunks > 1:
-            to = call.chunk_parts + 4 * t * rows * d
-        sums = Sums(to, *at[1:])
-        finite = backward_heads(call, seq, task, sums, buffers, like, kind)
+            to = call.chunk_parts + 4 * t * most * d
+        finite = True
+        if task.chunk < chunks_of(seq):
+            sums = Sums(to, *at[1:])
+            finite = backward_heads(call, seq, task, sums, buffers, like, kind)
         if call.chunks > 1 and finite:
             if not is_last(data, call.chunks, task):
                 continue
-            to -= 4 * task.chunk * rows * d
+            to -= 4 * task.chunk * most * d
             total = array(to, rows * d, like)
-            for chunk in range(1, call.chunks):
-                more = array(to + 4 * chunk * rows * d, rows * d, like)
+            for chunk in range(1, chunks_of(seq)):
+                more = array(to + 4 * chunk * most * d, rows * d, like)
                 scale_and_add(total, 1.0, more, 1.0)
         if not (finite and write_queries(call, seq, task, to, rows, like, kind)):
             fetch_add(data + INFINITE, 1)
@@ -420,18 +436,36 @@ def write_queries(call, seq, task, dq, rows, like, kind):
 
 @inner
 def write_keys(to, call, seq, task, tile, rows, like, kind):
-    """Write dK or dV of a tile of keys, if wanted: sums of rows of (weights, others, d)."""
+    """Write dK or dV of a tile of keys, if wanted, in the dtype of rows or of sums."""
     if not to.address:
         return
+    if call.wide:
+        write_tile(to, call, seq, task, tile, rows, like)
+    else:
+        write_tile(to, call, seq, task, tile, rows, kind)
+
+
+@inner
+def write_tile(to, call, seq, task, tile, rows, kind):
+    """Write a tile of keys: sums of rows of (weights, others, d)."""
     weights, others, d = rows
     j0, m, heads = tile * TILE_K, call.group * seq.queries, task.heads
-    keys, s, hk = min(TILE_K, seq.keys - j0), task.s, task.hk
-    if call.wide:
-        at = head_rows(like, to, s, seq.key + j0, hk)
-        write_sums(like, at.first, at.step, keys, weights, others, m, d, heads, at.head)
+    keys = min(TILE_K, seq.keys - j0)
+    at = head_rows(kind, to, task.s, seq.key + j0, task.hk)
+    if m == 0:
+        clear_keys(at, keys, heads, d, kind)
     else:
-        at = head_rows(kind, to, s, seq.key + j0, hk)
         write_sums(kind, at.first, at.step, keys, weights, others, m, d, heads, at.head)
+
+
+@inner
+def clear_keys(at, keys, heads, d, kind):
+    """Write zeros: no query sees these keys of a packed sequence."""
+    for j in range(keys):
+        for h in range(heads):
+            row = array(at.first + at.step * j + at.head * h, d, kind)
+            for c in range(d):
+                row[c] = kind.dtype.type(0)
 
 
 @inner

@@ -43,7 +43,6 @@ _ANY = (
     ),
 )
 _FEW = (
-    Limit(lambda p: not p.varlen, "packed sequences are short, or computed by tiles"),
     Limit(
         lambda p: p.nk > 0 and 0 < p.nq <= MOST_QUERIES and p.nq * p.group <= MOST_ROWS,
         "{0.nq} queries a head in groups of {0.group} are not few",
@@ -132,7 +131,8 @@ def heads_of_task(call: Call, way: Way) -> int:
     """
     p, record = call.problem, call.record[0]
     apart = all(record[name]["h"] < record[name]["n"] for name in "kv")
-    size = p.batch * p.nk * p.hk * (p.d + p.dv) * p.dtype.itemsize
+    keys = p.total_k if p.varlen else p.batch * p.nk
+    size = keys * p.hk * (p.d + p.dv) * p.dtype.itemsize
     tasks = p.batch * chunks_of(p, way)
     if way.exact or p.hk == 1 or tasks < get_num_threads():
         return 1
@@ -214,7 +214,7 @@ def _call(problem: Problem, tensors: Tensors) -> Call:
     """Return the record of a call, with memory for the longest sequence of calls like it."""
     call = Call(problem, tensors, in_place=True)
     if problem.varlen:
-        call.set(longest_k=problem.nk)
+        call.set(longest_q=problem.nq, longest_k=problem.nk)
     return call
 
 
@@ -292,11 +292,12 @@ def backward(
 def _can(problem: Problem, taken: Way, lse: Tensor, wanted: Wanted) -> bool:
     """Return True if a kernel computes these gradients.
 
-    It does not sum the weights of a row again (``FAR``), and tasks of short sequences share no sum.
-    Tiles compute those. The order of their scores may not be that of the forward; where lse is less
-    than FAR, this changes weights about as much as the rounding of lse does.
+    It does not sum the weights of a row again (``FAR``), tasks of short sequences share no sum, and
+    packed sequences have no number for each pair. Tiles compute those. The order of their scores
+    may not be that of the forward; where lse is less than FAR, this changes weights about as much
+    as the rounding of lse does.
     """
-    if wanted.bias and taken.exact:
+    if wanted.bias and (taken.exact or problem.varlen):
         return False
     return not problem.natural or not bool((lse.isfinite() & (lse.abs() >= FAR)).any())
 
