@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -233,20 +234,58 @@ def test_heads_and_threads_do_not_change_the_bits_of_packed_few_queries(
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+#: sequences of few queries and of more, whose keys are many, few or none
+_MIXED_LENGTHS = ((40, 900), (1, 700), (8, 20), (0, 5), (3, 0), (60, 60), (9, 0), (2, 1100))
+
+
+def _mixed(options: dict[str, Any]) -> Case:
+    """Return a case of packed sequences, some of which have few queries."""
+    return _packed({"sequences": _MIXED_LENGTHS, **options})
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_few_queries_have_the_bits_of_their_sequences(dtype: torch.dtype) -> None:
-    call = make(_packed_few({"causal": True, "sink": True}), dtype=dtype)
+@pytest.mark.parametrize("name", [name for name in PACKED if name != "one"])
+def test_packed_sequences_of_few_queries_and_more(name: str, dtype: torch.dtype) -> None:
+    _check(_mixed(PACKED[name]), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bound", [0, 3000])
+@pytest.mark.parametrize("lengths", [_LENGTHS, _FEW_LENGTHS, _MIXED_LENGTHS])
+def test_packed_sequences_have_the_bits_of_their_own_calls(
+    lengths: tuple[tuple[int, int], ...], bound: int, dtype: torch.dtype
+) -> None:
+    """Whatever the others are, and the bound of all."""
+    case = _packed({"sequences": lengths, "causal": True, "sink": True})
+    call = make(case, dtype=dtype)
     q, k, v, cu_q, cu_k, *_ = call.inputs
-    whole, lse = call(backend="cpu")
-    for n in range(len(cu_q) - 1):
-        i, j = (slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))
-        if i.stop > i.start and j.stop > j.start:
+    bounds = (bound, bound) if bound else (None, None)
+    whole, lse = replace(call, inputs=(q, k, v, cu_q, cu_k, *bounds))(backend="cpu")  # pyright: ignore
+    for n, (queries, keys) in enumerate(lengths):
+        if queries and keys:
+            i, j = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
             rows = (q[None, i], k[None, j], v[None, j])
-            out, alone = rowmax.attention(
-                *rows, causal=True, sink=call.keywords["sink"], return_lse=True, backend="cpu"
-            )
+            more: Any = {"causal": True, "sink": call.keywords["sink"], "backend": "cpu"}
+            out, alone = rowmax.attention(*rows, return_lse=True, **more)
             assert torch.equal(out[0], whole[i])
             assert torch.equal(alone[0], lse[:, i])
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_a_number_that_is_not_finite_is_that_of_tiles(dtype: torch.dtype) -> None:
+    """Change no other sequence, whether it has few queries or more."""
+    call = make(_mixed({"causal": True}), dtype=dtype)
+    v, cu_k = call.inputs[2], call.inputs[4]
+    want, _ = call(backend="cpu")
+    for n in (0, 1):
+        bad = v.clone()
+        bad[cu_k[n]] = torch.inf
+        out, _ = call.with_leaves({"v": bad})(backend="cpu")
+        rows = [slice(a, b) for a, b in pairwise(call.inputs[3].tolist())]
+        assert not out[rows[n]].isfinite().all()
+        others = [m for m in range(len(rows)) if m != n]
+        assert all(out[rows[m]].isfinite().all() for m in others)
+        torch.testing.assert_close(out[rows[5]], want[rows[5]], rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,7 +19,13 @@ __all__ = ["backward", "forward", "record", "supports", "tangent", "tangent_back
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
     found = few_calls.forward(problem, tensors)
-    return forward_by_tiles(problem, tensors) if found is None else found
+    if found is not None:
+        return found
+    few = few_calls.few_sequences(problem, tensors)
+    out, lse = forward_by_tiles(problem, tensors, hidden=few)
+    if few is None or few_calls.fill(problem, tensors, out, lse):
+        return out, lse
+    return forward_by_tiles(problem, tensors)
 
 
 def backward(

@@ -138,6 +138,10 @@ class Call:
         if tensors.seed is not None:
             self.set(seed=int(tensors.seed))
 
+    def leave_out(self, hidden: np.ndarray) -> None:
+        """Leave out the sequences for which ``hidden`` is True: their rows are not computed."""
+        leave_out(self.sequences, hidden)
+
     def tangents(self, tangents: Tangents) -> None:
         """Store the tangents that are not zero."""
         for name, t in tangents._asdict().items():
@@ -237,6 +241,17 @@ def limit(sequences: np.ndarray, lengths: Tensor) -> None:
     np.minimum(np.maximum(lengths.numpy(), 0), sequences["keys"], out=sequences["end"])
 
 
+def leave_out(sequences: np.ndarray, hidden: np.ndarray) -> None:
+    """Let some sequences have neither queries nor keys."""
+    for name in ("queries", "keys", "end"):
+        sequences[name][hidden] = 0
+
+
+def words(sequences: np.ndarray) -> Words:
+    """Return sequences as kernels read them; both are the same memory."""
+    return (ctypes.c_int64 * (sequences.nbytes // 8)).from_buffer(sequences.data)
+
+
 def sequences_stay(tensors: Tensors) -> bool:
     """Return True if the sequences of a call depend on no values."""
     found = tensors.lengths, tensors.prefix, tensors.cu_seqlens_q
@@ -251,12 +266,12 @@ def sequences_again(problem: Problem, tensors: Tensors) -> Callable[[Tensors], W
     kind = ctypes.c_int64 * (first.nbytes // 8)
     packed = tensors.cu_seqlens_q is not None
     if packed or tensors.prefix is not None or problem.align == "lengths":
-        return lambda tensors: kind.from_buffer(sequences_of(problem, tensors).data)
-    words, nk, step = first.tobytes(), problem.nk, SEQUENCE.itemsize // 8
+        return lambda tensors: words(sequences_of(problem, tensors))
+    kept, nk, step = first.tobytes(), problem.nk, SEQUENCE.itemsize // 8
 
     def again(tensors: Tensors) -> Words:
         """Return the sequences: lengths decide their ends alone."""
-        found = kind.from_buffer_copy(words)
+        found = kind.from_buffer_copy(kept)
         assert tensors.lengths is not None
         if problem.batch > _FEW_SEQUENCES:
             limit(np.frombuffer(memoryview(found), SEQUENCE), tensors.lengths)

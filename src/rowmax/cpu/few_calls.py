@@ -19,7 +19,16 @@ from ..rules import row_stats
 from ..torch_compat import Empty, empty_on_cpu, filled_on_cpu
 from . import amx, few, short, threads
 from .backward import finished, outputs
-from .call import Call, Words, sequences_again, sequences_stay, word_of
+from .call import (
+    Call,
+    Words,
+    leave_out,
+    sequences_again,
+    sequences_of,
+    sequences_stay,
+    word_of,
+    words,
+)
 from .few_vector import HALVES
 from .kernel import address_of
 from .vector import PAIRS, TILE_K
@@ -218,31 +227,101 @@ def _call(problem: Problem, tensors: Tensors) -> Call:
     return call
 
 
+def _apart(problem: Problem) -> Problem | None:
+    """Return the problem of the sequences of few queries, where packed ones may have more.
+
+    They are computed apart from the others: the bits of a sequence do not depend on these.
+    """
+    most = min(MOST_QUERIES, MOST_ROWS // problem.group)
+    many = problem.varlen and problem.nq > most > 0 and problem.nk > 0
+    return problem._replace(nq=most) if many and beyond(_ANY, problem) is None else None
+
+
+def few_sequences(problem: Problem, tensors: Tensors) -> np.ndarray | None:
+    """Return True for each sequence that is computed apart from the others, None if none is."""
+    apart = _apart(problem)
+    if apart is None:
+        return None
+    queries = sequences_of(problem, tensors)["queries"]
+    found = (queries > 0) & (queries <= apart.nq)
+    return found if found.any() else None
+
+
+def _divided(sequences: np.ndarray, most: int) -> tuple[Words | None, Words | None]:
+    """Return the sequences of at most so many queries, without the others, and these.
+
+    None stands for no sequence. The given ones are changed.
+    """
+    few = sequences["queries"] <= most
+    if not few.any():
+        return None, words(sequences)
+    if few.all():
+        return words(sequences), None
+    part = sequences.copy()
+    leave_out(part, ~few)
+    leave_out(sequences, few)
+    return words(part), words(sequences)
+
+
+class _Forward:
+    """A kernel that computes rows of out and lse, for one kind of call."""
+
+    def __init__(self, problem: Problem, tensors: Tensors, taken: Way) -> None:
+        call = _call(problem, tensors)
+        call.tensor("out", torch.empty(problem.out_shape, device="meta"))  # each run has its own
+        call.tensor("lse", torch.empty(problem.lse_shape, device="meta"))
+        self.launch, self.places = Launch(call, taken), _places(call, tensors)
+        #: the owner of copied inputs, which no other call reads
+        self.call = call if self.places is None else None
+
+    def __call__(
+        self, tensors: Any, out: Tensor, lse: Tensor, sequences: Words | None = None
+    ) -> bool:
+        """Write rows; return False if they are not finite."""
+        addresses = [(word, tensors[n].data_ptr()) for n, word in self.places or ()]
+        addresses += [(_OUT, out.data_ptr()), (_LSE, lse.data_ptr())]
+        return self.launch(addresses, sequences)
+
+
+_OUT, _LSE = word_of("out"), word_of("lse")
+
+
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
     """Return (out, lse), or None: by tiles."""
     taken = way(problem, "forward")
     if taken is None:
         return None
-    call = _call(problem, tensors)
-    shape, lse_shape, dtype = problem.out_shape, problem.lse_shape, problem.dtype
-    call.tensor("out", torch.empty(shape, device="meta"))  # each run has its own
-    call.tensor("lse", torch.empty(lse_shape, device="meta"))
-    launch, places = Launch(call, taken), _places(call, tensors)
+    apart = _apart(problem)
+    most = 0 if apart is None else apart.nq
+    kernel = _Forward(problem, tensors, taken)
+    of_few = None if apart is None else _Forward(apart, tensors, WAYS["forward"][0])
     sequences = sequences_again(problem, tensors)
-    out_word, lse_word = word_of("out"), word_of("lse")
-    empty, likes = _empty(problem), (_like(shape, dtype), _like(lse_shape, torch.float32))
+    shape, lse_shape = problem.out_shape, problem.lse_shape
+    empty = _empty(problem)
+    likes = (_like(shape, problem.dtype), _like(lse_shape, torch.float32))
 
     def run(tensors: Any, into: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         out, lse = empty(*likes[0]), empty(*likes[1])
-        addresses = [(word, tensors[n].data_ptr()) for n, word in places or ()]
-        addresses += [(out_word, out.data_ptr()), (lse_word, lse.data_ptr())]
-        done = launch(addresses, sequences(tensors))
+        if of_few is None:
+            done = kernel(tensors, out, lse, sequences(tensors))
+        else:
+            few, many = _divided(sequences_of(problem, tensors), most)
+            done = few is None or of_few(tensors, out, lse, few)
+            done = done and (many is None or kernel(tensors, out, lse, many))
         return (out, lse) if done else None
 
     results = run(tensors)
-    if results is not None and places is not None:
+    if results is not None and kernel.places is not None:
         _noted.again = run
     return results
+
+
+def fill(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> bool:
+    """Write the rows of ``few_sequences``; return False if they are not finite."""
+    apart = _apart(problem)
+    assert apart is not None
+    few, _ = _divided(sequences_of(problem, tensors), apart.nq)
+    return few is None or _Forward(apart, tensors, WAYS["forward"][0])(tensors, out, lse, few)
 
 
 def backward(

@@ -83,9 +83,16 @@ class Scratch(NamedTuple):
     l: int  # [TILE_Q]
 
 
-def forward(problem: Problem, tensors: Tensors, bfloats: bool = True) -> tuple[Tensor, Tensor]:
-    """Return (out, lse); ``bfloats``: products of bfloat16 where the processor has them."""
+def forward(
+    problem: Problem, tensors: Tensors, bfloats: bool = True, hidden: np.ndarray | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse); ``bfloats``: products of bfloat16 where the processor has them.
+
+    Rows of ``hidden`` sequences are not computed.
+    """
     call = Call(problem, tensors, bfloats=bfloats)
+    if hidden is not None:
+        call.leave_out(hidden)
     out = torch.empty(problem.out_shape, dtype=call.row_dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
     call.tensor("out", out)
@@ -104,7 +111,7 @@ def forward(problem: Problem, tensors: Tensors, bfloats: bool = True) -> tuple[T
     flops = forward_flops(problem)
     arguments = (*arguments, call.like, call.operand_like)
     if not launch(forward_worker, *arguments, tasks=len(tasks), flops=flops):
-        return forward(problem, tensors, bfloats=False)
+        return forward(problem, tensors, False, hidden)
     return out.to(problem.dtype), lse
 
 
