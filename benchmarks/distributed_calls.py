@@ -118,7 +118,8 @@ def own_inputs(cell: Cell, positions: Tensor | None, device: torch.device) -> In
             t = t.index_select(dim, positions) if t.shape[dim] == cell.n else t
         found[name] = t
     if cell.packed:
-        found["offsets"] = torch.tensor((0, *cell.packed), device=device).cumsum(0).int()
+        offsets = torch.tensor((0, *cell.packed), device=device).cumsum(0).int()
+        found |= {"offsets": offsets, "q_offsets": offsets}
     return Inputs(**found)
 
 
