@@ -288,6 +288,18 @@ def test_a_number_that_is_not_finite_is_that_of_tiles(dtype: torch.dtype) -> Non
         torch.testing.assert_close(out[rows[5]], want[rows[5]], rtol=3e-2, atol=3e-2)
 
 
+def test_parts_of_packed_sequences_are_as_many_as_their_keys_need() -> None:
+    """One long sequence next to many short ones takes no memory for each of these."""
+    case = _packed({"sequences": ((1, 3000), *[(1, 16)] * 40, (2, 700)), "hq": 2})
+    problem = make(case).problem()[0]
+    taken = few_calls.WAYS["forward"][0]
+    keys = few.CHUNK * TILE_K
+    assert few_calls.parts_of(problem, taken) == (4340 // keys + 42, 1)
+    dense = problem._replace(varlen=False, batch=3, nk=3 * keys)
+    assert few_calls.parts_of(dense, taken) == (9, 3)
+    _check(case, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_packed_few_queries(dtype: torch.dtype) -> None:
     reached = 0

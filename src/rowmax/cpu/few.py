@@ -4,7 +4,7 @@ The query heads of a kv head share every tile of keys that is read. Nothing is p
 kept but the scores of a tile. Rules of masks and scores are those of tiles. A task has several kv
 heads where memory is read in its order only so (``few_calls.heads_of_task``).
 
-Packed sequences have memory and tasks for the longest, and shorter ones leave some of them empty.
+Packed sequences have tasks for the longest one, and shorter ones leave some of them empty.
 
 Many keys are divided into chunks of CHUNK tiles, a task each. The sums of a chunk are its part of
 the result; the task that ends last adds the parts up, in the order of chunks. So results have the
@@ -113,6 +113,18 @@ def chunks_of(seq):
 
 
 @inner
+def number_of(call, seq, task):
+    """Return the number of a task's part of a result.
+
+    A packed sequence whose first key is n has parts from ``n // keys of a chunk + s`` on for each
+    of its heads: no sequence before it reaches them (``few_calls.parts_of``).
+    """
+    first = seq.key // (CHUNK * TILE_K) + task.s * call.part_step
+    blocks = call.hk // task.heads
+    return first * blocks + task.hk // task.heads * chunks_of(seq) + task.chunk
+
+
+@inner
 def part_at(call, number):
     """Return the part of a result with a number."""
     rows = most_rows(call)
@@ -208,16 +220,18 @@ def few_forward(pointer):
         task = task_of(call, t)
         seq, part = sequences[task.s], own
         rows = task.heads * call.group * seq.queries
+        number = number_of(call, seq, task)
         if call.chunks > 1:
-            part = part_at(call, t)
+            part = part_at(call, number)
         if task.chunk < chunks_of(seq):
             forward_heads(call, seq, task, part, scratch, kept, like, kind)
         if call.chunks > 1:
             if not is_last(data, call.chunks, task):
                 continue
-            part = part_at(call, t - task.chunk)
+            number -= task.chunk
+            part = part_at(call, number)
             for chunk in range(1, chunks_of(seq)):
-                other = part_at(call, t - task.chunk + chunk)
+                other = part_at(call, number + chunk)
                 add_part(part, other, rows, call.value_d, like, call.natural)
         if not write_rows(call, seq, task, part, rows, like, kind):
             fetch_add(data + INFINITE, 1)
@@ -351,7 +365,7 @@ def few_backward(pointer):
         seq = sequences[task.s]
         rows = task.heads * call.group * seq.queries
         if call.chunks > 1:
-            to = call.chunk_parts + 4 * t * most * d
+            to = call.chunk_parts + 4 * number_of(call, seq, task) * most * d
         finite = True
         if task.chunk < chunks_of(seq):
             sums = Sums(to, *at[1:])

@@ -157,6 +157,18 @@ def chunks_of(p: Problem, way: Way) -> int:
     return 1 if way.exact else -(-p.nk // (few.CHUNK * TILE_K))
 
 
+def parts_of(p: Problem, way: Way) -> tuple[int, int]:
+    """Return (parts of all sequences for each task's heads, those from a sequence to the next).
+
+    Packed sequences have as many as their keys need, wherever the lengths are: at most one more
+    than their whole chunks, each.
+    """
+    if p.varlen:
+        return p.total_k // (few.CHUNK * TILE_K) + p.batch, 1
+    chunks = chunks_of(p, way)
+    return p.batch * chunks, chunks
+
+
 _SEQUENCES, _PARTS, _INFINITE = map(word_of, ("sequences", "chunk_parts", "infinite"))
 
 
@@ -172,10 +184,11 @@ class Launch:
         self.tasks = groups * chunks
         size = p.dtype.itemsize * way.passes * (p.nk + p.nq * p.nk // 16) * (p.d + p.dv)
         self.most = min(self.tasks, 1 + p.batch * p.hk * size // _BYTES)
-        call.set(tasks=self.tasks, task_heads=heads, chunks=chunks)
+        parts, step = parts_of(p, way)
+        call.set(tasks=self.tasks, task_heads=heads, chunks=chunks, part_step=step)
         #: the numbers of the parts of all chunks: O, m and l of each row, or dq
         columns = p.dv + 2 if way.passes == 1 else p.d
-        self.parts = self.tasks * heads * p.group * p.nq * columns if chunks > 1 else 0
+        self.parts = parts * p.hq * p.nq * columns if chunks > 1 else 0
         words = np.concatenate([call.record.view(np.int64), np.zeros(groups, np.int64)])
         self.words = words.tobytes()
         self.kind = ctypes.c_int64 * len(words)
