@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from rowmax.testing import Answer, Call, Case, Expected, complaints, expected, p
 from tests.drawn import (
     MORE,
     Drawn,
+    RefusedError,
     draw_group,
     from_json,
     given_cotangents,
@@ -55,10 +57,6 @@ _PACKED: dict[str, Any] = {
     "documents": None,
     "max_given": False,
 }
-
-
-class RefusedError(ValueError):
-    """The call is not distributed."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +164,7 @@ def _cu(case: Case, side: int) -> tuple[int, ...] | None:
     """Return the offsets of packed sequences; ``side``: 0 for queries, 1 for keys."""
     if case.sequences is None:
         return None
-    found = [0]
-    for pair in case.sequences:
-        found.append(found[-1] + pair[side])
-    return tuple(found)
+    return tuple(accumulate((pair[side] for pair in case.sequences), initial=0))
 
 
 def layout(rng: random.Random, n: int, ranks: int, cu: tuple[int, ...] | None) -> Layout:

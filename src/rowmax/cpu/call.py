@@ -139,10 +139,6 @@ class Call:
         if tensors.seed is not None:
             self.set(seed=int(tensors.seed))
 
-    def leave_out(self, hidden: np.ndarray) -> None:
-        """Leave out the sequences for which ``hidden`` is True: their rows are not computed."""
-        leave_out(self.sequences, hidden)
-
     def tangents(self, tangents: Tangents) -> None:
         """Store the tangents that are not zero."""
         for name, t in tangents._asdict().items():
@@ -243,7 +239,7 @@ def limit(sequences: np.ndarray, lengths: Tensor) -> None:
 
 
 def leave_out(sequences: np.ndarray, hidden: np.ndarray) -> None:
-    """Let some sequences have neither queries nor keys."""
+    """Let ``hidden`` sequences have neither queries nor keys: their rows are not computed."""
     for name in ("queries", "keys", "end"):
         sequences[name][hidden] = 0
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.flops import forward_flops
 from ..call.problem import Problem, Tensors
-from .call import Call, query_tasks
+from .call import Call, leave_out, query_tasks
 from .functions import array, choice, inner
 from .kernel import INFINITE, kernel, launch
 from .operands import (
@@ -92,7 +92,7 @@ def forward(
     """
     call = Call(problem, tensors, bfloats=bfloats)
     if hidden is not None:
-        call.leave_out(hidden)
+        leave_out(call.sequences, hidden)
     out = torch.empty(problem.out_shape, dtype=call.row_dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
     call.tensor("out", out)
