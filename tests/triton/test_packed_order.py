@@ -25,13 +25,14 @@ def made(
 ) -> packed.Order:
     """Return the order, made by the kernel in the interpreter, in memory that is not 0."""
     batch, most = cu.shape[0] - 1, totals[0] // tokens + cu.shape[0] - 1
-    room = packed.HEADER + packed.tables(late.runs) * batch + most
+    room = packed.HEADER + packed.WORDS * most
     words = torch.full([room + 2 * batch + 2], -7, dtype=torch.int32)
     t = packed.Pointers(words, cu, other)
     n = packed.Numbers(batch, most, *totals, kv_heads=late.kv_heads, blocks=late.blocks)
     packed._place[(batch + 1,)](t, n, packed.shape(tokens, late.runs))  # pyright: ignore
     cu, rest = words[room:][: batch + 1], words[room:][batch + 1 :]
-    return packed.Order(words, words[1:], words[packed.HEADER :], cu, rest)
+    table = words[packed.HEADER : room].view(most, packed.WORDS)
+    return packed.Order(words, words[1:], table, cu, rest)
 
 
 def drawn(
@@ -56,6 +57,11 @@ def drawn(
     return batch, tokens, offsets, totals, lengths
 
 
+def place_of(found: packed.Order, b: int, own: list[int], others: list[int]) -> list[int]:
+    """Return the first row and the length of a sequence, on both sides."""
+    return [int(found.cu[b]), own[b], int(found.other[b]), others[b]]
+
+
 def in_order(own: list[int], others: list[int]) -> list[int]:
     """Return the sequences, those with most pairs first."""
     return sorted(range(len(own)), key=lambda b: (-own[b] * others[b], -own[b], b))
@@ -64,15 +70,19 @@ def in_order(own: list[int], others: list[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_sequences_with_most_pairs_come_first_float32(seed: int) -> None:
     """More sequences than a step of 64."""
-    batch, tokens, offsets, totals, (own, others) = drawn(seed, (1, 3, 64, 65, 130))
+    _, tokens, offsets, totals, (own, others) = drawn(seed, (1, 3, 64, 65, 130))
     found = made(*offsets, totals, tokens, packed.Late())
     assert torch.equal(torch.stack([found.cu, found.other]), in_range(offsets, totals))
     tiles = [b for b in in_order(own, others) for _ in range(-(-own[b] // tokens))]
     assert int(found.counter[0]) == 0
     assert int(found.ends[0]) == len(tiles)
-    assert found.table[batch : batch + len(tiles)].tolist() == tiles
-    for b in set(tiles):
-        assert int(found.table[b]) == tiles.index(b)
+    rows = [
+        [b, tiles.index(b), 0, -(-own[b] // tokens), *place_of(found, b, own, others)]
+        for b in tiles
+    ]
+    assert found.table[: len(tiles)].tolist() == rows
+    if not tiles:
+        assert found.table[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -85,7 +95,7 @@ def test_copies_arrive_in_the_order_of_sequences_float32(seed: int) -> None:
     packing = Packing(pieces, [0] * len(pieces), max(keys))
     cu, other = (torch.tensor([0, *accumulate(each)]) for each in (queries, keys))
     found = made(cu.int(), other.int(), (sum(queries), sum(keys)), 16, packed.Late())
-    rows = found.table[len(pieces) :][: int(found.ends[0])].tolist()
+    rows = found.table[: int(found.ends[0]), 0].tolist()
     first_keys = [int(other[b]) for b in dict.fromkeys(rows)]
     order = [arrivals._order(packing, row) for row in first_keys]
     assert len(order) == len(pieces)
@@ -119,18 +129,21 @@ def runs_of_tiles(
 @pytest.mark.parametrize("blocks", [1, 5, 132])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_last_sequences_are_in_runs_float32(seed: int, blocks: int) -> None:
-    batch, tokens, offsets, totals, (own, others) = drawn(seed, (1, 2, 3, 7, 20, 63, 64))
+    _, tokens, offsets, totals, (own, others) = drawn(seed, (1, 2, 3, 7, 20, 63, 64))
     late = packed.Late(4, 2, blocks)
     found = made(*offsets, totals, tokens, late)
     assert torch.equal(torch.stack([found.cu, found.other]), in_range(offsets, totals))
     tiles = runs_of_tiles(own, others, tokens, late)
     assert int(found.counter[0]) == 0
     assert int(found.ends[0]) == len(tiles)
-    rows = found.table[packed.tables(4) * batch :]
-    assert rows[: len(tiles)].tolist() == [4 * b + r for r, b, _ in tiles]
+    of_run = defaultdict(list)
     for at, (r, b, m) in enumerate(tiles):
-        run = 4 * b + r
-        assert int(found.table[run]) + m - int(found.table[4 * batch + run]) == at
+        of_run[r, b].append((at, m))
+    for at, (r, b, m) in enumerate(tiles):
+        (place, first), many = of_run[r, b][0], len(of_run[r, b])
+        assert place + m - first == at
+        row = [b, place, first, many, *place_of(found, b, own, others)]
+        assert found.table[at].tolist() == row
 
 
 def test_drawn_sequences_have_all_kinds_of_runs() -> None:

@@ -61,6 +61,7 @@ from .gluon_compat import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from .lib.order import Row
 from .lib.ring import (
     Ring,
     barriers,
@@ -181,7 +182,7 @@ def tile_of_run(C: gl.constexpr, place, run, shared, t, n):
     seen: its queries may see its keys; alike: all of them are of one document.
     """
     b = place.plane // shared.heads + run
-    tile = tile_of(C, place.first, 0, b, t, n)
+    tile = tile_of(C, Row(place.first, 0, b), t, n)
     seen = (place.t >= tile.lo) & (place.t < tile.hi)
     alike = seen
     if C.DOCUMENTS:

@@ -141,33 +141,29 @@ def full_range(C: gl.constexpr, first, tile, n):
 
 
 @gluon.jit
-def tile_of(C: gl.constexpr, first, head, b, t, n):
-    """Return the Tile of a sequence's resident rows from ``first`` on."""
+def tile_of(C: gl.constexpr, row, t, n):
+    """Return the Tile of a row of the order."""
+    first, b = row.first, row.b
     nq, nk = n.nq, n.nk
     q_row, k_row = 0, 0
     if C.VARLEN:
-        q_row = gl.load(t.cu_q + b)
-        k_row = gl.load(t.cu_k + b)
-        nq = gl.load(t.cu_q + b + 1) - q_row
-        nk = gl.load(t.cu_k + b + 1) - k_row
+        if C.QUERIES_RESIDENT:
+            q_row, nq, k_row, nk = row.row, row.length, row.other_row, row.other_length
+        else:
+            k_row, nk, q_row, nq = row.row, row.length, row.other_row, row.other_length
     offset = nk - nq
     used = nk
     if C.PREFIX:
         used = gl.maximum(gl.minimum(nk, gl.load(t.lengths + b)), 0)
     lo, hi = streamed_range(C, first, b, nq, used, offset, t, n)
-    return Tile(first, head, b, q_row, k_row, nq, used, offset, lo, hi)
+    return Tile(first, row.head, b, q_row, k_row, nq, used, offset, lo, hi)
 
 
 @gluon.jit
 def place_tile(C: gl.constexpr, place, kv_heads, t, n):
     """Return the Tile at a place of the order."""
-    resident = t.cu_q if C.QUERIES_RESIDENT else t.cu_k
-    streamed = t.cu_k if C.QUERIES_RESIDENT else t.cu_q
-    order = Order(
-        t.table, t.ends, t.counter, n.heads, kv_heads, n.streamed, resident, streamed, n.batch
-    )
-    first, head, b = row_at(C, place, order)
-    return tile_of(C, first, head, b, t, n)
+    order = Order(t.table, t.ends, t.counter, n.heads, kv_heads, n.streamed)
+    return tile_of(C, row_at(C, place, order), t, n)
 
 
 @gluon.jit

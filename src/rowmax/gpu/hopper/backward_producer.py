@@ -22,11 +22,13 @@ def wait_free(C: gl.constexpr, rings, use):
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, descs, rings, tile, i, use, cut, n):
+def load_step(C: gl.constexpr, FIRST: gl.constexpr, descs, rings, tile, i, use, cut, n):
     """Load Q, lse and delta, dO and the bias of step i of a tile of keys.
 
     Return the number of tiles so far that end after their sequence; ``cut`` were before this step.
+    FIRST: this is the tile's first step.
     """
+    SHORT: gl.constexpr = C.VARLEN and (FIRST or not C.ENDS_FIRST)
     m, g = step_of(C, i, tile, n.group)
     part = 0 if C.VARLEN else tile.b
     head = tile.head * n.group + g
@@ -35,17 +37,17 @@ def load_step(C: gl.constexpr, descs, rings, tile, i, use, cut, n):
     rest = tile.nq - first
     short = rest < C.BLOCK_STREAMED
     s = slot(use, C.Q_STAGES)
-    bar = landing(rings.q.full, s, C.Q_STAGES, C.VARLEN, short)
+    bar = landing(rings.q.full, s, C.Q_STAGES, SHORT, short)
     wait_free(C, rings, use - C.Q_STAGES)
     expect_parts(bar, descs.q, C.D1, descs.rows.block_type.nbytes)
     corner = (part, tile.q_row + first, head)
     q = rings.q.buffers
     copy_parts(descs.q, corner, C.D0, C.D1, bar, q, s)
     tma_load(descs.rows, [plane, 0, row + first], bar, rings.rows.index(s))
-    if C.VARLEN:  # before the wait for a buffer of dO
+    if SHORT:  # before the wait for a buffer of dO
         cleared_parts(rings.q.full, s, C.Q_STAGES, q, C.BLOCK_STREAMED, C.D0, C.D1, rest, cut)
     u = slot(use, C.DO_STAGES)
-    bar = landing(rings.do.full, u, C.DO_STAGES, C.VARLEN, short)
+    bar = landing(rings.do.full, u, C.DO_STAGES, SHORT, short)
     wait_free(C, rings, use - C.DO_STAGES)
     do = rings.do.buffers
     load_parts(descs.do, corner, C.DV0, C.DV1, bar, do, u)
@@ -62,7 +64,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, i, use, cut, n):
         to = reinterpret(ds.index(t), ds.dtype, box, descs.bias.layout)
         at = [tile.b * n.each_b, head * n.each_h, first, tile.first]
         tma_load(descs.bias, at, bar, to)
-    if C.VARLEN:
+    if SHORT:
         cleared_parts(rings.do.full, u, C.DO_STAGES, do, C.BLOCK_STREAMED, C.DV0, C.DV1, rest, cut)
         cut += short.to(gl.int32)
     return cut
@@ -128,7 +130,7 @@ def producer(C: gl.constexpr, descs, rings, mail, t, n):
     while place < end:
         if tile.lo < tile.hi:
             # the rings have room for the first step while K and V of the last tile are in use
-            cut_q = load_step(C, descs, rings, tile, 0, use, cut_q, n)
+            cut_q = load_step(C, True, descs, rings, tile, 0, use, cut_q, n)
             cut_k = load_resident(C, descs, rings, tile, nth, cut_k)
             nth += 1
         steps = (tile.hi - tile.lo) * n.group
@@ -137,12 +139,12 @@ def producer(C: gl.constexpr, descs, rings, mail, t, n):
         if C.DRAWN:
             some = gl.maximum(some, steps_before_draw(steps, C.DO_STAGES))
         for i in range(1, some):
-            cut_q = load_step(C, descs, rings, tile, i, use + i, cut_q, n)
+            cut_q = load_step(C, False, descs, rings, tile, i, use + i, cut_q, n)
         following = tile
         if not C.ORDERED:
             place, following = next_tile(C, place, end, message + 1, mail, n.heads, t, n)
         for i in range(gl.maximum(some, 1), steps):
-            cut_q = load_step(C, descs, rings, tile, i, use + i, cut_q, n)
+            cut_q = load_step(C, False, descs, rings, tile, i, use + i, cut_q, n)
         use += steps
         if C.ORDERED:  # late, because other blocks wait for every tile that a block has taken
             place, following = next_tile(C, place, end, message + 1, mail, n.heads, t, n)

@@ -127,6 +127,7 @@ class FusedConfig(Config):
     ABREAST: bool = False  # tile m of every head of a group passes before tile m + 1
     COMPLETE: bool = False  # this launch rounds dq, too (backward_complete.py)
     EVERY: int = 2  # steps between two stores of the number of done steps (add_dq)
+    ONE_HEAD: bool = False  # packed sequences whose kv heads have one query head each
 
     def __post_init__(self) -> None:
         if self.HALVED and (self.DBIAS or self.BIAS_FLOAT32 or self.ROW or self.COLUMN):
@@ -189,6 +190,11 @@ class FusedConfig(Config):
     @property
     def LAST_FIRST(self) -> bool:
         return self.UP
+
+    @property
+    def ENDS_FIRST(self) -> bool:
+        """Return True if only the first step of a tile of keys may have the last queries."""
+        return self.ONE_HEAD and not self.UP
 
     @property
     def NEIGHBOUR(self) -> int:
@@ -541,6 +547,7 @@ def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
         "RIGHT": p.right is not None,
         "RAGGED": p.varlen or p.prefix or p.nk % (warpgroups * ROWS) > 0,
         "VARLEN": p.varlen,
+        "ONE_HEAD": p.varlen and p.group == 1,
         "PREFIX": p.prefix,
         "DOCUMENTS": p.documents,
         "SOFTCAP": p.softcap > 0,

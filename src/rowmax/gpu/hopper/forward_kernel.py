@@ -521,9 +521,7 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
         )
     some = n.batch
     if C.MENDS:
-        order = Order(
-            t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys, t.cu_q, t.cu_k, n.batch
-        )
+        order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
         some = gl.load(t.overflow) != 0
         if some:
             some = any_overflowed(C, order, t, n)

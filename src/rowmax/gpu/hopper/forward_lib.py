@@ -106,15 +106,13 @@ class Source(NamedTuple):
 @gluon.jit
 def tile_of(C: gl.constexpr, row, t, n):
     """Return the tile of a row."""
-    first, head, b = row
+    first, b = row.first, row.b
     nq = n.nq
     nk = n.nk
     q_row, k_row = 0, 0
     if C.VARLEN:
-        q_row = gl.load(t.cu_q + b)
-        k_row = gl.load(t.cu_k + b)
-        nq = gl.load(t.cu_q + b + 1) - q_row
-        nk = gl.load(t.cu_k + b + 1) - k_row
+        q_row, nq = row.row, row.length
+        k_row, nk = row.other_row, row.other_length
     offset = nk - nq
     if n.early is not None:
         offset -= gl.where(first < n.early, n.gap, 0)
@@ -128,7 +126,7 @@ def tile_of(C: gl.constexpr, row, t, n):
         low = gl.maximum(low, gl.load(at))
         high = gl.minimum(high, gl.load(at + 1))
     lo, hi = rules.key_tiles(low, high, C.BLOCK_K)
-    return Tile(first, head, b, q_row, k_row, nq, nk, offset, lo, hi)
+    return Tile(first, row.head, b, q_row, k_row, nq, nk, offset, lo, hi)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from .gluon_compat import mbarrier, tma_load
 from .lib import ring
 from .lib.arrivals import await_keys
 from .lib.clocks import mark
-from .lib.order import Order, Row, first_place, next_place, row_ahead, row_at
+from .lib.order import Order, first_place, next_place, row_ahead, row_at
 from .lib.parts import cleared_parts, load_parts
 
 # --- tiles to mend -----------------------------------------------------------------------------
@@ -26,17 +26,16 @@ def overflowed(C: gl.constexpr, COUNT: gl.constexpr, place, end, order, t, n):
     L: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     places = place + gl.arange(0, COUNT, gl.SliceLayout(1, L)) * gl.num_programs(0)
     there = places < end
-    first, head, b = row_at(C, gl.where(there, places, place), order)
-    q_row, nq = 0 * first, n.nq + 0 * first
+    tile = row_at(C, gl.where(there, places, place), order)
+    q_row, nq = 0 * tile.first, n.nq + 0 * tile.first
     if C.VARLEN:
-        q_row = gl.load(t.cu_q + b)
-        nq = gl.load(t.cu_q + b + 1) - q_row
+        q_row, nq = tile.row, tile.length
     nq = gl.where(there, nq, 0)[:, None]
     r = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
     found = gl.full([COUNT, 64], 0, gl.int32, L)
     for c in gl.static_range(C.WARPGROUPS):
-        row = (first + c * C.TOKENS)[:, None]
-        at, row = place_of_lse(C, row, head[:, None], b[:, None], q_row[:, None], r, n)
+        row = (tile.first + c * C.TOKENS)[:, None]
+        at, row = place_of_lse(C, row, tile.head[:, None], tile.b[:, None], q_row[:, None], r, n)
         lse = gl.load(t.lse + at, mask=row < nq, other=0.0)
         found = found | (lse != lse).to(gl.int32)
     return gl.max(gl.max(found, 1), 0) != 0
@@ -147,7 +146,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
     Keys are free a softmax and a product earlier than the values of the key tile before. MENDS:
     only tiles to mend, and none unless there are ``some``.
     """
-    order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys, t.cu_q, t.cu_k, n.batch)
+    order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
     place, end = first_place(C, order, side)
     if C.MENDS:
         end = gl.where(some, end, 0)
@@ -157,9 +156,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
     # in an order that the host made every block has a tile
     here = gl.where(place < end, place, 0) if C.SOUGHT else place
     tile = tile_of(C, row_at(C, here, order), t, n)
-    # the next tile is loaded early, because a load from memory is slow
-    coming = Row(tile.first, tile.head, tile.b)
-    if not C.SOUGHT:
+    if not C.SOUGHT:  # the next tile is loaded early, because a load from memory is slow
         coming = row_ahead(C, place, end, order)
     ring.post_message(shared.mail, 0, tile, place < end)
     cut = 0
@@ -188,8 +185,9 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
         if C.MENDS:
             place = next_overflowed(C, place, end, order, t, n)
         if C.SOUGHT:
-            coming = row_at(C, gl.where(place < end, place, here), order)
-        tile = tile_of(C, coming, t, n)
+            tile = tile_of(C, row_at(C, gl.where(place < end, place, here), order), t, n)
+        else:
+            tile = tile_of(C, coming, t, n)
         if C.STRIP and side == 0:
             fresh = other_strip(this, tile, n)
         ring.post_message(shared.mail, number + 1, tile, place < end)

@@ -23,10 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compiled import Launch
+from .lib.order import WORDS
 
-#: numbers before the starts of sequences: the counter, and the number of tiles of one head
+#: numbers before the rows of tiles: the counter, and the number of tiles of one head
 HEADER = 2
 _HEADER = tl.constexpr(HEADER)
+_WORDS = tl.constexpr(WORDS)
 _CHUNK = 64
 #: the most sequences of an order with several runs
 MOST_IN_RUNS = _CHUNK
@@ -93,12 +95,45 @@ def _clear_rest_of_lse(t, n, rest, CHUNK: tl.constexpr):
             tl.store(t.lse + tl.full([CHUNK], head, tl.int64) * n.total + i, value, i < n.total)
 
 
+class Sequence(NamedTuple):
+    """A sequence: its place in the tensors, on the side of ``cu`` and on the other."""
+
+    b: Any
+    begin: Any
+    length: Any
+    begin_other: Any
+    length_other: Any
+
+
+class Run(NamedTuple):
+    """Tiles of a sequence that follow one another in the order."""
+
+    place: Any  # that of the first tile
+    first: Any  # the first tile
+    tiles: Any  # their number
+
+
+@triton.jit
+def _store_rows(t, n, to, there, of, run):
+    """Write the rows of tiles at places ``to``: their sequence and run (``order.PackedRow``)."""
+    there &= to < n.most
+    row = t.order + _HEADER + _WORDS * to
+    tl.store(row, of.b, there)
+    tl.store(row + 1, run.place, there)
+    tl.store(row + 2, run.first, there)
+    tl.store(row + 3, run.tiles, there)
+    tl.store(row + 4, of.begin, there)
+    tl.store(row + 5, of.length, there)
+    tl.store(row + 6, of.begin_other, there)
+    tl.store(row + 7, of.length_other, there)
+
+
 @triton.jit
 def _place(t, n, c):
     """Write the tiles of sequence b, and its offset in order, in program b.
 
-    Each row of its tiles holds the number of their run. Program ``batch`` writes the end of the
-    last sequence. All programs clear the rows past that end.
+    Program ``batch`` writes the end of the last sequence. All programs clear the rows past that
+    end.
     """
     CHUNK: tl.constexpr = c.CHUNK
     b = tl.program_id(0)
@@ -113,15 +148,16 @@ def _place(t, n, c):
         ends += tl.sum(tl.where(first + at == b + 1, x, 0), 0)
         begins_other += tl.sum(tl.where(first + at == b, y, 0), 0)
         ends_other += tl.sum(tl.where(first + at == b + 1, y, 0), 0)
-    offsets = t.order + _HEADER + c.TABLES * n.batch + n.most
+    offsets = t.order + _HEADER + _WORDS * n.most
     if b <= n.batch:
         tl.store(offsets + b, begins)
         tl.store(offsets + n.batch + 1 + b, begins_other)
     if b < n.batch:
+        of = Sequence(b, begins, ends - begins, begins_other, ends_other - begins_other)
         if c.RUNS > 1:
-            _place_runs(t, n, b, ends - begins, ends_other - begins_other, c)
+            _place_runs(t, n, of, c)
         else:
-            _place_one(t, n, b, ends - begins, ends_other - begins_other, c)
+            _place_one(t, n, of, c)
     if t.out is not None:
         clear_rest(t.out, floor, n.total, n.width)
         _clear_rest_of_lse(t, n, floor, CHUNK)
@@ -145,11 +181,11 @@ def _precedes(size, size_other, at, than, than_other, than_at):
 
 
 @triton.jit
-def _place_one(t, n, b, length, length_other, c):
-    """Write b in the rows of a sequence of these lengths, and the first of these rows."""
+def _place_one(t, n, of, c):
+    """Write the rows of a sequence in one run."""
     CHUNK: tl.constexpr = c.CHUNK
     at = tl.arange(0, CHUNK)
-    floor, floor_other = b * 0, b * 0
+    floor, floor_other = of.b * 0, of.b * 0
     before = tl.zeros([CHUNK], tl.int32)
     every = tl.zeros([CHUNK], tl.int32)
     for first in range(0, n.batch, CHUNK):
@@ -158,26 +194,25 @@ def _place_one(t, n, b, length, length_other, c):
         size_other, floor_other = _sizes(t.other, first, n.batch, n.total_other, floor_other, CHUNK)
         tiles = tl.where(other < n.batch, (size + c.TOKENS - 1) // c.TOKENS, 0)
         every += tiles
-        earlier = _precedes(size, size_other, other, length, length_other, b)
+        earlier = _precedes(size, size_other, other, of.length, of.length_other, of.b)
         before += tl.where(earlier, tiles, 0)
     begin = tl.sum(before, 0)
-    tl.store(t.order + _HEADER + b, begin)
-    _place_count(t, n, b, tl.sum(every, 0), c)
-    tiles = (length + c.TOKENS - 1) // c.TOKENS
-    rows = t.order + _HEADER + n.batch
+    _place_count(t, n, of.b, tl.sum(every, 0))
+    tiles = (of.length + c.TOKENS - 1) // c.TOKENS
     for first in range(0, tiles, CHUNK):
         m = first + at
-        tl.store(rows + begin + m, b + 0 * m, (m < tiles) & (begin + m < n.most))
+        _store_rows(t, n, begin + m, m < tiles, of, Run(begin, 0, tiles))
 
 
 @triton.jit
-def _place_count(t, n, b, count, c):
+def _place_count(t, n, b, count):
     """Write the counter and the number of tiles of all sequences, in program 0."""
     if b == 0:
         tl.store(t.order, 0)
         tl.store(t.order + 1, tl.minimum(count, n.most))
         if count == 0:  # a block reads a first tile before it reads their number
-            tl.store(t.order + _HEADER + c.TABLES * n.batch, 0)
+            at = tl.arange(0, 1)
+            _store_rows(t, n, at, at == 0, Sequence(0, 0, 0, 0, 0), Run(0, 0, 1))
 
 
 # --- several runs of a sequence ----------------------------------------------------------------
@@ -228,35 +263,29 @@ def _bounds_of_runs(size, seen, n, c):
 
 
 @triton.jit
-def _place_runs(t, n, b, length, length_other, c):
-    """Write the first place and the first tile of each run of a sequence, and the run of tiles.
-
-    At most CHUNK sequences.
-    """
+def _place_runs(t, n, of, c):
+    """Write the rows of a sequence in several runs. There are at most CHUNK sequences."""
     at = tl.arange(0, c.CHUNK)
     r = tl.arange(0, c.RUNS)
-    size, _ = _sizes(t.cu, 0, n.batch, n.total, b * 0, c.CHUNK)
-    seen, _ = _sizes(t.other, 0, n.batch, n.total_other, b * 0, c.CHUNK)
+    size, _ = _sizes(t.cu, 0, n.batch, n.total, of.b * 0, c.CHUNK)
+    seen, _ = _sizes(t.other, 0, n.batch, n.total_other, of.b * 0, c.CHUNK)
     begins, ends = _bounds_of_runs(size, seen, n, c)
     tiles = ends - begins
     of_runs = tl.sum(tiles, 1)
-    earlier = _precedes(size, seen, at, length, length_other, b)
+    earlier = _precedes(size, seen, at, of.length, of.length_other, of.b)
     place = tl.sum(tl.where(earlier[None, :], tiles, 0), 1)
     place += tl.sum(tl.where(r[None, :] < r[:, None], of_runs[None, :], 0), 1)
-    begin = tl.sum(tl.where((at == b)[None, :], begins, 0), 1)
-    end = tl.sum(tl.where((at == b)[None, :], ends, 0), 1)
-    runs = t.order + _HEADER + b * c.RUNS
-    tl.store(runs + r, place)
-    tl.store(runs + n.batch * c.RUNS + r, begin)
-    _place_count(t, n, b, tl.sum(of_runs, 0), c)
-    rows = t.order + _HEADER + c.TABLES * n.batch
-    every = (length + c.TOKENS - 1) // c.TOKENS
-    for first in range(0, every, c.CHUNK):
-        m = first + at
+    begin = tl.sum(tl.where((at == of.b)[None, :], begins, 0), 1)
+    end = tl.sum(tl.where((at == of.b)[None, :], ends, 0), 1)
+    _place_count(t, n, of.b, tl.sum(of_runs, 0))
+    every = (of.length + c.TOKENS - 1) // c.TOKENS
+    for m0 in range(0, every, c.CHUNK):
+        m = m0 + at
         within = (begin[:, None] <= m[None, :]) & (m[None, :] < end[:, None])
-        to = m + tl.sum(tl.where(within, (place - begin)[:, None], 0), 0)
-        run = b * c.RUNS + tl.sum(tl.where(within, r[:, None], 0), 0)
-        tl.store(rows + to, run, (m < every) & (to < n.most))
+        to = tl.sum(tl.where(within, place[:, None], 0), 0)
+        first = tl.sum(tl.where(within, begin[:, None], 0), 0)
+        tiles = tl.sum(tl.where(within, (end - begin)[:, None], 0), 0)
+        _store_rows(t, n, to + m - first, m < every, of, Run(to, first, tiles))
 
 
 def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
@@ -270,17 +299,11 @@ class Shape(NamedTuple):
     TOKENS: Any  # positions of a tile
     CHUNK: Any
     RUNS: Any  # runs of a sequence, a power of 2
-    TABLES: Any  # numbers of each sequence before the rows of tiles
 
 
 def shape(tokens: int, runs: int) -> Shape:
     """Return the constants of an order in tiles of ``tokens`` positions."""
-    return Shape(*map(tl.constexpr, (tokens, _CHUNK, runs, tables(runs))))
-
-
-def tables(runs: int) -> int:
-    """Return the numbers of a sequence before the rows: each run's first place, and first tile."""
-    return runs if runs == 1 else 2 * runs
+    return Shape(*map(tl.constexpr, (tokens, _CHUNK, runs)))
 
 
 @lru_cache(maxsize=256)
@@ -304,7 +327,7 @@ class Order(NamedTuple):
 
     counter: Tensor
     ends: Tensor  # the number of tiles of one head
-    table: Tensor  # each run's first place, and first tile if there are several; each tile's run
+    table: Tensor  # a row of WORDS numbers for each tile (lib/order.py)
     cu: Tensor  # offsets, clamped to the range
     other: Tensor
 
@@ -329,7 +352,7 @@ def order(
     batch = cu.shape[0] - 1
     most = totals[0] // tokens + batch  # even if the given longest length is wrong
     late = late or Late()
-    room = HEADER + tables(late.runs) * batch + most
+    room = HEADER + WORDS * most
     words = torch.empty(room + 2 * (batch + 1), dtype=torch.int32, device=cu.device)
     rows = (0, 0) if out is None else (out.shape[2], out.shape[2] * out.shape[3])
     numbers = Numbers(batch, most, *totals, *rows, late.kv_heads, late.blocks)

@@ -219,8 +219,6 @@ class Config(Widths):
     CONSUMER_REGISTERS: int = 240  # registers of a thread
     PRODUCER_REGISTERS: int = 24
 
-    LATE_RUNS = 1  # runs of the last packed sequences in the order (packed.py)
-
     @property
     def TOKENS(self) -> int:
         """Return the query positions of one warpgroup."""

@@ -2,7 +2,8 @@
 
 The order is data, made once for a shape and kept on the device: one row a tile, (first token,
 head, sequence, 0). Block n takes rows n, n + blocks, n + 2 blocks, ... up to its own end. Packed
-sequences have an order of their own, made on the device (packed.py).
+sequences have an order of their own, made on the device (packed.py): one row for the tiles of all
+heads, with all that a tile needs to know of its sequence, so that a kernel waits for memory once.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ class Order(NamedTuple):
     heads: Any  # heads of the resident side
     kv_heads: Any
     streamed: Any  # streamed positions of a head that fill their share of the L2 cache
-    cu_resident: Any  # the offsets of packed sequences, or None
-    cu_streamed: Any
-    batch: Any
 
 
 class Row(NamedTuple):
@@ -40,6 +38,24 @@ class Row(NamedTuple):
     first: Any
     head: Any
     b: Any
+
+
+class PackedRow(NamedTuple):
+    """A row of the order of packed sequences: a Row, and where the sequence is."""
+
+    first: Any
+    head: Any
+    b: Any
+    row: Any  # the first row of the sequence, on the resident side
+    length: Any
+    other_row: Any  # the same on the streamed side
+    other_length: Any
+
+
+#: numbers of a row in memory: sequence, first place and first tile of its run, tiles of the run,
+#: and the last four of PackedRow
+WORDS = 8
+_WORDS = gl.constexpr(WORDS)
 
 
 class Tile(NamedTuple):
@@ -59,25 +75,20 @@ class Tile(NamedTuple):
 
 @gluon.jit
 def packed_row(C: gl.constexpr, n, order):
-    """Return (first token, head, sequence) at place n of packed sequences (``packed.py``)."""
+    """Return the PackedRow at place n of packed sequences (``packed.py``)."""
     heads = order.heads
-    runs = order.batch * C.LATE_RUNS
-    rows = runs
-    if C.LATE_RUNS > 1:
-        rows = 2 * runs
-    run = gl.load(order.table + rows + n // heads)
-    b = run // C.LATE_RUNS
-    begin = gl.load(order.table + run)
-    length = gl.load(order.cu_resident + b + 1) - gl.load(order.cu_resident + b)
-    every = (length + C.TILE - 1) // C.TILE
-    first, tiles = 0, every
-    if C.LATE_RUNS > 1:
-        first = gl.load(order.table + runs + run)
-        end = gl.load(order.table + runs + run + 1)
-        tiles = gl.where(run % C.LATE_RUNS == C.LATE_RUNS - 1, every, end) - first
-    nk = gl.load(order.cu_streamed + b + 1) - gl.load(order.cu_streamed + b)
+    at = order.table + _WORDS * (n // heads)
+    b = gl.load(at)
+    begin = gl.load(at + 1)
+    first = gl.load(at + 2)
+    tiles = gl.load(at + 3)
+    row = gl.load(at + 4)
+    length = gl.load(at + 5)
+    other_row = gl.load(at + 6)
+    other_length = gl.load(at + 7)
     # as many heads in parallel as have room in the cache for keys and values
-    many = gl.minimum(gl.maximum(order.streamed // gl.maximum(nk, 1), 1), order.kv_heads)
+    many = order.streamed // gl.maximum(other_length, 1)
+    many = gl.minimum(gl.maximum(many, 1), order.kv_heads)
     many = many * (heads // order.kv_heads)
     place = n - begin * heads
     section = place // (many * tiles)
@@ -88,20 +99,19 @@ def packed_row(C: gl.constexpr, n, order):
     head = head + place - m * wide
     m = first + m
     if C.LAST_FIRST:
-        m = every - 1 - m
-    return m * C.TILE, head, b
+        m = (length + C.TILE - 1) // C.TILE - 1 - m
+    return PackedRow(m * C.TILE, head, b, row, length, other_row, other_length)
 
 
 @gluon.jit
 def row_at(C: gl.constexpr, n, order):
     """Return the row at place n."""
     if C.VARLEN:
-        first, head, b = packed_row(C, n, order)
+        row = packed_row(C, n, order)
     else:
-        first = gl.load(order.table + 4 * n)
-        head = gl.load(order.table + 4 * n + 1)
-        b = gl.load(order.table + 4 * n + 2)
-    return Row(first, head, b)
+        at = order.table + 4 * n
+        row = Row(gl.load(at), gl.load(at + 1), gl.load(at + 2))
+    return row
 
 
 @gluon.jit
