@@ -284,8 +284,8 @@ def _place_runs(t, n, of, c):
         within = (begin[:, None] <= m[None, :]) & (m[None, :] < end[:, None])
         to = tl.sum(tl.where(within, place[:, None], 0), 0)
         first = tl.sum(tl.where(within, begin[:, None], 0), 0)
-        tiles = tl.sum(tl.where(within, (end - begin)[:, None], 0), 0)
-        _store_rows(t, n, to + m - first, m < every, of, Run(to, first, tiles))
+        many = tl.sum(tl.where(within, (end - begin)[:, None], 0), 0)
+        _store_rows(t, n, to + m - first, m < every, of, Run(to, first, many))
 
 
 def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
