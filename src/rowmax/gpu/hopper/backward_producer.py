@@ -137,7 +137,7 @@ def producer(C: gl.constexpr, descs, rings, mail, t, n):
         # as many steps as there is room for, since looking up the next tile is slow
         some = gl.minimum(steps, C.DO_STAGES)
         if C.DRAWN:
-            some = gl.maximum(some, steps_before_draw(steps, C.DO_STAGES))
+            some = gl.maximum(some, steps_before_draw(steps, C.DRAWN_STEPS))
         for i in range(1, some):
             cut_q = load_step(C, False, descs, rings, tile, i, use + i, cut_q, n)
         following = tile

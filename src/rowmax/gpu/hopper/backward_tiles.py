@@ -180,6 +180,14 @@ class FusedConfig(Config):
         return self.ORDERED or self.COMPLETE or self.VARLEN or self.DOCUMENTS
 
     @property
+    def DRAWN_STEPS(self) -> int:
+        """Return the last steps of a tile, under which its block draws the next one.
+
+        The row of a packed tile comes from memory, which takes longer than the buffers last.
+        """
+        return self.DO_STAGES + (2 if self.VARLEN else 0)
+
+    @property
     def UP(self) -> bool:
         """Return True if the last tile of keys begins first, and queries pass from the first on.
 
