@@ -67,6 +67,11 @@ SETS: dict[str, tuple[str, ...]] = {
         "dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=8 hk=8 d=64|128",
         "dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=32 hk=8 d=64|128",
     ),
+    # several queries of many keys: a draft that is checked, a part of a prompt
+    "cpu-few-rows": (
+        "dtype=float32|bfloat16|float16 nq=4|8|16|32 n=1024|4096 b=1 hq=8 d=64",
+        "dtype=float32|bfloat16|float16 nq=1|4|8|12 n=1024|4096 b=1 hq=32 hk=8 d=128",
+    ),
     # the same, of packed sequences
     "cpu-few-packed": (
         "dtype=float32|bfloat16|float16 nq=1 hq=8 hk=8 d=64 packed=16+16+16+16+16+16+16+16",

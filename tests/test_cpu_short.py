@@ -61,7 +61,7 @@ def _check(case: Case, dtype: torch.dtype) -> None:
 
 def _longer(case: Case) -> Case:
     """Return a case of short sequences that are not of few queries."""
-    return replace(_short(case), nq=max(9, min(case.nq, 150)))
+    return replace(_short(case), nq=max(17, min(case.nq, 150)))
 
 
 def _ways(case: Case) -> tuple[bool, bool]:
@@ -124,7 +124,7 @@ def test_short_sequences_have_the_bits_of_tiles(case: Case, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize(
-    ("nq", "nk"), [(9, 1), (17, 31), (33, 32), (65, 49), (96, 160), (256, 255)]
+    ("nq", "nk"), [(17, 1), (17, 31), (33, 32), (65, 49), (96, 160), (256, 255)]
 )
 @pytest.mark.parametrize("d", [16, 80, 144])
 def test_sizes_have_the_bits_of_tiles(nq: int, nk: int, d: int, dtype: torch.dtype) -> None:
@@ -147,7 +147,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "bounds": {"max_given": True, "causal": True},
     "strided": {"layout": "sliced/interleaved/strided", "dout": "bhnd"},
     "heads": {"hk": 1, "hq": 1, "causal": True},
-    "one": {"sequences": ((9, 9),), "causal": True},
+    "one": {"sequences": ((17, 17),), "causal": True},
 }
 
 
@@ -203,7 +203,7 @@ _FEW_LENGTHS = ((3, 1300), (0, 0), (1, 1), (8, 600), (0, 700), (5, 0), (2, 513),
 
 def _packed_few(options: dict[str, Any]) -> Case:
     """Return a case of packed sequences of few queries, also where the most are only bounded."""
-    most = 3 if options.get("max_given") else few_calls.MOST_QUERIES
+    most = 3 if options.get("max_given") else few_calls.FEW[0]
     sequences = tuple((min(n, most), m) for n, m in _FEW_LENGTHS)
     return _packed({"sequences": sequences, **options})
 
@@ -213,7 +213,7 @@ def _packed_few(options: dict[str, Any]) -> Case:
 def test_packed_few_queries(name: str, dtype: torch.dtype) -> None:
     case = _packed_few(PACKED[name])
     problem = make(case).problem()[0]
-    kernel = few_calls.WAYS["forward"][name == "one"].kernel  # which has nine queries
+    kernel = few_calls.WAYS["forward"][name == "one"].kernel  # which has more
     with mock.patch.object(few_calls, "get_num_threads", return_value=1):
         taken = few_calls.way(problem, "forward")
     assert taken is not None
@@ -227,11 +227,9 @@ def test_heads_and_threads_do_not_change_the_bits_of_packed_few_queries(
     name: str, dtype: torch.dtype
 ) -> None:
     case = _packed_few(PACKED[name])
-    want = _few_bits(case, dtype, 1, 1)
-    for heads, threads in ((1, 4), (2, 1), (2, 4)) if case.hk == 2 else ((1, 4),):
-        got = _few_bits(case, dtype, heads, threads)
-        assert len(got) >= 5
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert case.sequences is not None
+    alone = tuple((min(n, 1), m) for n, m in case.sequences)
+    _check_bits(case, replace(case, sequences=alone, hq=2, hk=2), dtype)
 
 
 #: sequences of few queries and of more, whose keys are many, few or none
@@ -448,12 +446,44 @@ def _few_bits(case: Case, dtype: torch.dtype, heads: int, threads: int) -> list[
 def test_heads_and_threads_do_not_change_the_bits(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    case = _of_chunks(options)
-    want = _few_bits(case, dtype, 1, 1)
-    for heads, threads in ((1, 4), (2, 1), (2, 4)):
-        got = _few_bits(case, dtype, heads, threads)
+    _check_bits(_of_chunks(options), _of_chunks({**options, "nq": 1, "hq": 2}), dtype)
+
+
+def _check_bits(case: Case, alone: Case, dtype: torch.dtype) -> None:
+    """Compute a case with several threads, and one of one row a kv head with several heads."""
+    for given, heads, threads in ((case, 1, 4), (alone, 2, 1), (alone, 2, 4)):
+        want = _few_bits(given, dtype, 1, 1)
+        got = _few_bits(given, dtype, heads, threads)
         assert len(got) >= 5
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("d", "dv"), [(16, 48), (128, 96)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_rows_of_a_block_have_the_bits_of_rows_alone(
+    group: int, d: int, dv: int, dtype: torch.dtype
+) -> None:
+    """Blocks of four rows and of two, whole and in part."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(2, 600, 2, width, dtype=dtype) for width in (d, dv))
+    q = torch.randn(2, 7, 2 * group, d, dtype=dtype)
+    out = rowmax.attention(q, k, v, backend="cpu")
+    for i in range(7):
+        row = rowmax.attention(q[:, i : i + 1], k, v, backend="cpu")
+        assert torch.equal(row, out[:, i : i + 1])
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 64, 65])
+def test_few_queries_depend_on_the_rows_of_a_kv_head(group: int) -> None:
+    def most(**options: Any) -> int:
+        case = Case("most", **{"hq": group, "hk": 1, "nq": 1, "nk": 256, "d": 16, **options})
+        return few_calls.most_queries(make(case).problem()[0])
+
+    fewer = max(min(8, 64 // group), min(16, 32 // group))
+    assert most() == fewer
+    assert most(nk=257) == min(32, 64 // group)
+    assert most(sequences=((1, 257), (1, 300))) == fewer
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(3, 60), (5, 1300), (40, 60)])
@@ -472,7 +502,8 @@ def test_all_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> No
             return [few_calls.heads_of_task(call, way[0]) for way in few_calls.WAYS.values()]
 
     assert heads_of(hq=8, d=64) == [8, 8]
-    assert heads_of(hq=8, hk=4, d=64) == [1, 4]  # a group's work hides the latency of memory
+    assert heads_of(hq=8, hk=4, d=64) == [1, 1]  # several rows hide the latency of memory
+    assert heads_of(hq=8, d=64, nq=2) == [1, 1]
     assert heads_of(hq=8, d=64, nk=200) == [1, 1]  # it stays in the caches
     assert heads_of(hq=8, d=64, layout="bhnd") == [1, 1]
     assert heads_of(hq=8, d=64, b=1, nk=1500) == [1, 1]  # tasks would be fewer than threads
@@ -604,8 +635,9 @@ def test_a_repeated_call_reads_its_own_mask(
         for a, b in zip(*answers, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     few_calls._way.cache_clear()
-    # heads with masks of their own are tasks of their own; so are those of short sequences
-    every = apart == 1 and nq != 40 and terms is not _of_pairs
+    # heads with several rows or masks of their own are tasks of their own, and those of short
+    # sequences are, too
+    every = apart == 1 and nq == 1 and terms is not _of_pairs
     assert set(heads) == {2 if every else 1}
 
 

@@ -2,7 +2,7 @@
 
 The query heads of a kv head share every tile of keys that is read. Nothing is packed, converted or
 kept but the scores of a tile. Rules of masks and scores are those of tiles. A task has several kv
-heads where memory is read in its order only so (``few_calls.heads_of_task``).
+heads, of one row each, where memory is read in its order only so (``few_calls.heads_of_task``).
 
 Packed sequences have tasks for the longest one, and shorter ones leave some of them empty.
 
@@ -172,13 +172,21 @@ def read_rows(kind, to, tensor, s, first, n, h, d, factor, like):
 
 @inner
 def hidden(call, place, part):
-    """Return True if no pair of n queries and a tile of keys may attend.
+    """Return True if no pair of n queries and a tile of keys may attend; there may be no query.
 
     The host makes no map of a boolean tensor alone (``call.py``).
     """
+    if part.width <= 0 or place.n == 0:
+        return True
     if call.k_ids.address or not call.allowed.address:
-        return part.width <= 0
+        return False
     return not any_allowed(call, place.s, place.h, place.n, part)
+
+
+@inner
+def are_alike(call, task):
+    """Return True if the tiles of all query heads of a task have the same state."""
+    return task.heads > 1 or call.states.h == 0
 
 
 class HeadRows(NamedTuple):
@@ -264,25 +272,28 @@ def forward_tile(call, seq, task, limits, part, rows, kept, like, kind):
     m, l = array(part.m, count * n, like), array(part.l, count * n, like)
     first = Place(s, hk * call.group, 0, n)
     inside = columns(call, first, low, high, tile, like)
-    if heads > 1:  # the state is that of every head
+    k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
+    v = head_rows(kind, call.v, s, seq.key + inside.j0, hk)
+    together = are_alike(call, task)
+    if together:
         if hidden(call, first, inside):
             return
-        k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
-        at = rows.S, rows.room, rows.q, k.first, k.step
-        dots_of_heads(kind, *at, inside.keys, d, heads, k.head, shared)
+        if heads > 1:
+            at = rows.S, rows.room, rows.q, k.first, k.step
+            dots_of_heads(kind, *at, inside.keys, d, heads, k.head)
+        else:
+            dots(kind, rows.S, rows.q, k.first, k.step, inside.keys, d, shared)
     for g in range(count):
         h = hk * call.group + g
-        place = Place(s, h, 0, n)
+        place, S, O = Place(s, h, 0, n), rows.S + 4 * g * n * TILE_K, part.O + 4 * g * n * value_d
         inside = columns(call, place, low, high, tile, like)
-        if heads == 1 and hidden(call, place, inside):
-            continue
-        k = head_rows(kind, call.k, s, seq.key + inside.j0, h // call.group)
-        v = head_rows(kind, call.v, s, seq.key + inside.j0, h // call.group)
+        if not together:
+            if hidden(call, place, inside):
+                continue
+            dots(kind, S, rows.q + 4 * g * n * d, k.first, k.step, inside.keys, d, n)
         for i in range(n):
             r = g * n + i
-            at, average = rows.S + 4 * r * TILE_K, part.O + 4 * r * value_d
-            if heads == 1:
-                dots(kind, at, rows.q + 4 * r * d, k.first, k.step, inside.keys, d)
+            at, average = S + 4 * i * TILE_K, O + 4 * i * value_d
             row = array(at, inside.width, like)
             score_row(row, like, call, seq, s, h, i, inside)
             softmax_step(row, m, l, r, array(average, value_d, like), call.natural)
@@ -290,12 +301,13 @@ def forward_tile(call, seq, task, limits, part, rows, kept, like, kind):
                 kept_row = keep_row(kept, inside.width, call, s, h, i, inside.j0)
                 for j in range(inside.width):
                     row[j] *= kept_row[j]
-            if heads == 1:
-                add_rows(kind, average, at, v.first, v.step, inside.keys, value_d)
+        if not together:
+            add_rows(kind, O, S, v.first, v.step, inside.keys, value_d, n)
+    if together and heads == 1:
+        add_rows(kind, part.O, rows.S, v.first, v.step, inside.keys, value_d, shared)
     if heads > 1:
-        v = head_rows(kind, call.v, s, seq.key + inside.j0, hk)
         to = part.O, rows.room, rows.S, v.first, v.step
-        add_rows_of_heads(kind, *to, inside.keys, value_d, heads, v.head, shared)
+        add_rows_of_heads(kind, *to, inside.keys, value_d, heads, v.head)
 
 
 @inner(fastmath=SUMS)
@@ -497,31 +509,41 @@ def tile_gradients(call, seq, task, tile, rows, buffers, like, kind):
     inside = columns(call, place, low, high, tile, like)
     column = 4 * (inside.j0 - tile * TILE_K)
     k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
-    if heads > 1:  # the state is that of every head
+    v = head_rows(kind, call.v, s, seq.key + inside.j0, hk)
+    together = are_alike(call, task)
+    if together:
         if hidden(call, place, inside):
             return
-        v = head_rows(kind, call.v, s, seq.key + inside.j0, hk)
-        at = rows.S + column, rows.room, rows.scaled, k.first, k.step
-        dots_of_heads(kind, *at, inside.keys, d, heads, k.head, shared)
-        at = rows.dp + column, rows.room, rows.dout, v.first, v.step
-        dots_of_heads(kind, *at, inside.keys, value_d, heads, v.head, shared)
+        S, dp = rows.S + column, rows.dp + column
+        if heads > 1:
+            at = S, rows.room, rows.scaled, k.first, k.step
+            dots_of_heads(kind, *at, inside.keys, d, heads, k.head)
+            at = dp, rows.room, rows.dout, v.first, v.step
+            dots_of_heads(kind, *at, inside.keys, value_d, heads, v.head)
+        else:
+            dots(kind, S, rows.scaled, k.first, k.step, inside.keys, d, shared)
+            dots(kind, dp, rows.dout, v.first, v.step, inside.keys, value_d, shared)
     for g in range(count):
         limits = low, high, tile
         head_gradients(call, seq, task, g, limits, rows, buffers, like, kind)
+    if together and heads == 1:
+        to = rows.dq, rows.dp + column, k.first, k.step
+        add_rows(kind, *to, inside.keys, d, shared)
     if heads > 1:
         to = rows.dq, rows.room, rows.dp + column, k.first, k.step
-        add_rows_of_heads(kind, *to, inside.keys, d, heads, k.head, shared)
+        add_rows_of_heads(kind, *to, inside.keys, d, heads, k.head)
 
 
 @inner
 def head_gradients(call, seq, task, g, limits, rows, buffers, like, kind):
-    """Write P R and dS of query head g of a task and a tile; of one kv head their products, too."""
+    """Write P R and dS of query head g of a task and a tile, and their products if it is alone."""
     n, d, value_d = seq.queries, call.d, call.value_d
     low, high, tile = limits
     s, h, first = task.s, task.hk * call.group + g, g * n
     place = Place(s, h, 0, n)
     part = columns(call, place, low, high, tile, like)
-    if task.heads == 1 and hidden(call, place, part):
+    together = are_alike(call, task)
+    if not together and hidden(call, place, part):
         return
     column = 4 * (part.j0 - tile * TILE_K)
     k = head_rows(kind, call.k, s, seq.key + part.j0, h // call.group)
@@ -532,13 +554,11 @@ def head_gradients(call, seq, task, g, limits, rows, buffers, like, kind):
         rests_of(call, seq, place, like),
     )
     tiles = rows.S + 4 * first * TILE_K + column, rows.dp + 4 * first * TILE_K + column
+    if not together:
+        scaled, dout = rows.scaled + 4 * first * d, rows.dout + 4 * first * value_d
+        dots(kind, tiles[0], scaled, k.first, k.step, part.keys, d, n)
+        dots(kind, tiles[1], dout, v.first, v.step, part.keys, value_d, n)
     for i in range(n):
-        at, inside = first + i, 4 * i * TILE_K
-        if task.heads == 1:
-            scaled, dout = rows.scaled + 4 * at * d, rows.dout + 4 * at * value_d
-            dots(kind, tiles[0] + inside, scaled, k.first, k.step, part.keys, d)
-            dots(kind, tiles[1] + inside, dout, v.first, v.step, part.keys, value_d)
         row_gradients(call, seq, place, i, part, task.chunk, numbers, tiles, buffers, like, like)
-        if task.heads == 1:
-            dq = rows.dq + 4 * at * d
-            add_rows(kind, dq, tiles[1] + inside, k.first, k.step, part.keys, d)
+    if not together:
+        add_rows(kind, rows.dq + 4 * first * d, tiles[1], k.first, k.step, part.keys, d, n)

@@ -36,8 +36,10 @@ from .vector import PAIRS, TILE_K
 #: the dtypes of rows, as kernels distinguish them
 _DTYPES = {torch.float32: types.float32, torch.bfloat16: types.uint16}
 _DTYPES |= {torch.float16: types.int16} if HALVES else {}
-#: queries of all heads of a kv head, and of one sequence, whose products are made in place
-MOST_ROWS, MOST_QUERIES = 64, 8
+#: (queries of a sequence, those of all heads of a kv head) whose products are made in place
+FEW, FEWER_ROWS = (8, 64), (16, 32)
+#: the same where keys are too many for a thread to pack
+FEW_OF_MANY_KEYS = (32, 64)
 #: queries and keys of a sequence that a thread packs into its own memory
 MOST_TOKENS = 256
 #: where tile instructions multiply bfloat16: keys for which it is widened
@@ -53,7 +55,7 @@ _ANY = (
 )
 _FEW = (
     Limit(
-        lambda p: p.nk > 0 and 0 < p.nq <= MOST_QUERIES and p.nq * p.group <= MOST_ROWS,
+        lambda p: p.nk > 0 and 0 < p.nq <= most_queries(p),
         "{0.nq} queries a head in groups of {0.group} are not few",
     ),
 )
@@ -73,6 +75,20 @@ _SHORT = (
 def in_strips(dtype: torch.dtype) -> bool:
     """Return True if tile instructions multiply numbers of a dtype."""
     return dtype == torch.bfloat16 and amx.ready()
+
+
+def most_queries(p: Problem) -> int:
+    """Return the most queries of a sequence that are few.
+
+    Those of a packed sequence do not depend on its keys: others may have more.
+    """
+    if in_strips(p.dtype):
+        bounds = (FEW,)
+    elif p.nk > MOST_TOKENS and not p.varlen:
+        bounds = (FEW_OF_MANY_KEYS,)
+    else:
+        bounds = (FEW, FEWER_ROWS)
+    return max(min(queries, rows // p.group) for queries, rows in bounds)
 
 
 def in_pairs(dtype: torch.dtype) -> bool:
@@ -136,6 +152,7 @@ def heads_of_task(call: Call, way: Way) -> int:
 
     Where a key's rows of all heads are next to one another, rows of one head are far apart, and a
     processor does not fetch them ahead of use. All heads of a key are read in the order of memory.
+    Where several rows share a kv head their products take longer, and one head is faster.
     Results have the same bits either way.
     """
     p, record = call.problem, call.record[0]
@@ -143,13 +160,11 @@ def heads_of_task(call: Call, way: Way) -> int:
     keys = p.total_k if p.varlen else p.batch * p.nk
     size = keys * p.hk * (p.d + p.dv) * p.dtype.itemsize
     tasks = p.batch * chunks_of(p, way)
-    if way.exact or p.hk == 1 or tasks < get_num_threads():
+    if way.exact or p.hk == 1 or p.nq * p.group > 1 or tasks < get_num_threads():
         return 1
     if not apart or record["states"]["h"]:
         return 1
-    # by measurement: with shared heads a forward is limited by its products up to 64 MiB
-    least = way.apart * (4 if way.passes == 1 and p.group > 1 else 1)
-    return p.hk if size >= least else 1
+    return p.hk if size >= way.apart else 1
 
 
 def chunks_of(p: Problem, way: Way) -> int:
@@ -245,7 +260,7 @@ def _apart(problem: Problem) -> Problem | None:
 
     They are computed apart from the others: the bits of a sequence do not depend on these.
     """
-    most = min(MOST_QUERIES, MOST_ROWS // problem.group)
+    most = most_queries(problem)
     many = problem.varlen and problem.nq > most > 0 and problem.nk > 0
     return problem._replace(nq=most) if many and beyond(_ANY, problem) is None else None
 

@@ -3,9 +3,12 @@
 One query reads every key once, so its speed is that of memory: nothing is packed. Rows of float32,
 bfloat16 or float16 are widened in registers; sums are float32. Rows are whole vectors.
 
-Functions of heads are for tensors where a key's rows of all heads are next to one another. They
-read in the order of memory, so a processor fetches ahead. Sums have the order, and the bits, of
-those of one head.
+Several rows that share keys are taken in blocks, so that a number is loaded once for a block. The
+bits of a sum are the same in every block.
+
+Functions of heads are for tensors where a key's rows of all heads are next to one another, and for
+one row a head. They read in the order of memory, so a processor fetches ahead. Sums have the order,
+and the bits, of those of one head.
 
 A function is one of three, by the dtype of ``kind``: float32, uint16 (bfloat16) or int16 (float16).
 """
@@ -40,6 +43,11 @@ from .wide import halves
 #: numbers of a vector, and keys of a step of scores: their sums fill the registers
 LANES = 16 if {"avx512f", "avx512dq", "avx512vl"} <= FEATURES else 8
 COLUMNS = 4  # vectors of a step of sums of rows
+#: rows of a block of products, whose sums with KEYS keys are a vector; keys of a block of sums of
+#: rows of all queries
+ROWS, KEYS = 4, LANES // 4
+#: rows of a block of sums of rows: even and odd ones of COLUMNS vectors are in registers
+SUMMED = 2 if LANES == 16 else 1
 #: True if the processor converts float16
 HALVES = "f16c" in FEATURES or "avx512f" in FEATURES
 
@@ -134,90 +142,114 @@ def _of_kinds(count: int, inline: bool = False) -> Any:
     return decorate
 
 
-@_of_kinds(6)
-def dots(b, kind, to, q, rows, row_bytes, n, d):
-    """Write ``q . row`` of n rows to float32 ``to``, whole steps of ``LANES``; q is float32.
+def _in_blocks(b: ir.IRBuilder, count: Value, size: int, body: Any) -> None:
+    """Emit ``body(first, rows)`` for blocks of ``size`` rows, then for single ones."""
+    whole = b.and_(count, const(-size)) if size > 1 else const(0)
+    with b.if_then(b.icmp_signed(">", whole, const(0))):
+        loop(b, whole, size, [], lambda r, _: body(r, size))
+    with b.if_then(b.icmp_signed("<", whole, count)):
+        loop(b, b.sub(count, whole), 1, [], lambda r, _: body(b.add(whole, r), 1))
 
-    Past n it writes again the product of the last row.
+
+def _several(b: ir.IRBuilder, first: Value, step: Value, count: int) -> list[Value]:
+    """Return ``count`` addresses from ``first`` on, ``step`` bytes apart."""
+    found = [first]
+    while len(found) < count:
+        found.append(b.add(found[-1], step))
+    return found
+
+
+def _keys_at(
+    b: ir.IRBuilder, rows: Value, row_bytes: Value, n: Value, j: Value, count: int
+) -> list[Value]:
+    """Return the addresses of ``count`` rows from row j on; past row n - 1, of that one."""
+    last, found = b.sub(n, const(1)), []
+    for g in range(count):
+        key = b.add(j, const(g))
+        key = b.select(b.icmp_signed("<", key, last), key, last)
+        found.append(b.add(rows, b.mul(row_bytes, key)))
+    return found
+
+
+@_of_kinds(7)
+def dots(b, kind, to, q, rows, row_bytes, n, d, m):
+    """Write ``q . row`` of m rows of q and n rows to rows of TILE_K float32; q is float32.
+
+    Whole steps of ``LANES``: past n they have the product of the last row again.
     """
-    last = b.sub(n, const(1))
+    row_size = b.mul(d, const(4))
+    steps = b.and_(b.add(n, const(LANES - 1)), const(-LANES))
 
-    def block(j, _):
-        at = []
-        for g in range(LANES):
-            key = b.add(j, const(g))
-            key = b.select(b.icmp_signed("<", key, last), key, last)
-            at.append(b.add(rows, b.mul(row_bytes, key)))
+    def block(r, count):
+        queries = _several(b, b.add(q, b.mul(r, row_size)), row_size, count)
+        places = _several(b, b.add(to, b.mul(r, const(_ROW))), const(_ROW), count)
+        keys = LANES // count
 
-        sums = _products(b, kind, q, at, d)
-        _store(b, _totals(b, sums), b.add(to, b.mul(j, const(4))))
+        def step(j, _):
+            at = _keys_at(b, rows, row_bytes, n, j, keys)
+            x = _totals(b, _products(b, kind, queries, at, d))
+            for i, place in enumerate(places):
+                part = x if count == 1 else shuffled(b, x, range(i * keys, (i + 1) * keys))
+                _store(b, part, b.add(place, b.mul(j, const(4))))
 
-    loop(b, n, LANES, [], block)
+        loop(b, steps, keys, [], step)
+
+    _in_blocks(b, m, ROWS, block)
 
 
-def _products(b: ir.IRBuilder, kind: str, q: Value, rows: list[Value], d: Value) -> list[Value]:
-    """Return the products of a float32 row and other rows, a sum of each lane."""
+def _products(
+    b: ir.IRBuilder, kind: str, queries: list[Value], rows: list[Value], d: Value
+) -> list[Value]:
+    """Return the products of float32 rows, each with all other rows, a sum of each lane."""
 
     def step(c, sums, count):
-        at_q = [b.add(c, const(LANES * n)) for n in range(count)]
-        x = [_load(b, b.add(q, b.mul(at_c, const(4)))) for at_c in at_q]
-        x = _of_columns(b, x, kind)
-        inside, found = b.mul(c, const(_size(kind))), []
-        for row, total in zip(rows, sums, strict=True):
-            place = b.add(row, inside)
-            for part, y in zip(x, _parts(b, place, kind, count), strict=True):
-                total = _multiply_add(b, y, part, total)
-            found.append(total)
+        at = [b.mul(b.add(c, const(LANES * n)), const(4)) for n in range(count)]
+        inside = b.mul(c, const(_size(kind)))
+        others = [_parts(b, b.add(row, inside), kind, count) for row in rows]
+        found, given = [], iter(sums)
+        for q in queries:
+            x = _of_columns(b, [_load(b, b.add(q, place)) for place in at], kind)
+            for parts in others:
+                total = next(given)
+                for part, y in zip(x, parts, strict=True):
+                    total = _multiply_add(b, y, part, total)
+                found.append(total)
         return found
 
-    return _by_pairs(b, d, [_ZERO] * len(rows), step)
+    return _by_pairs(b, d, [_ZERO] * (len(queries) * len(rows)), step)
 
 
-@_of_kinds(10)
-def dots_of_heads(b, kind, to, room, q, rows, row_bytes, n, d, heads, head_bytes, m):
-    """Write ``dots`` of each kv head, and of m rows of q that share it.
+@_of_kinds(9)
+def dots_of_heads(b, kind, to, room, q, rows, row_bytes, n, d, heads, head_bytes):
+    """Write ``dots`` of each kv head, which has one row of q.
 
     ``to`` are rows of TILE_K numbers; ``room`` is memory for ``LANES * LANES`` of each row of q.
     """
-    last, count = b.sub(n, const(1)), b.mul(heads, m)
+    row_size = b.mul(d, const(4))
 
     def block(j, _):
         def key(g, _):
-            at = b.add(j, g)
-            at = b.select(b.icmp_signed("<", at, last), at, last)
+            (at,) = _keys_at(b, rows, row_bytes, n, b.add(j, g), 1)
             place = b.add(room, b.mul(g, const(_VECTOR)))
 
-            def one(r, row):
-                here = b.add(q, b.mul(r, b.mul(d, const(4))))
-                (total,) = _products(b, kind, here, [row], d)
-                _store(b, total, b.add(place, b.mul(r, const(LANES * _VECTOR))))
+            def head(h, _):
+                own = b.add(q, b.mul(h, row_size))
+                (total,) = _products(b, kind, [own], [b.add(at, b.mul(head_bytes, h))], d)
+                _store(b, total, b.add(place, b.mul(h, const(LANES * _VECTOR))))
 
-            _each_of_heads(b, b.add(rows, b.mul(row_bytes, at)), heads, head_bytes, m, one)
+            loop(b, heads, 1, [], head)
 
         loop(b, const(LANES), 1, [], key)
 
-        def total(r, _):
-            first = b.add(room, b.mul(r, const(LANES * _VECTOR)))
+        def total(h, _):
+            first = b.add(room, b.mul(h, const(LANES * _VECTOR)))
             sums = [_load(b, b.add(first, const(_VECTOR * g))) for g in range(LANES)]
-            row = b.add(to, b.mul(r, const(_ROW)))
+            row = b.add(to, b.mul(h, const(_ROW)))
             _store(b, _totals(b, sums), b.add(row, b.mul(j, const(4))))
 
-        loop(b, count, 1, [], total)
+        loop(b, heads, 1, [], total)
 
     loop(b, n, LANES, [], block)
-
-
-def _each_of_heads(
-    b: ir.IRBuilder, row: Value, heads: Value, head_bytes: Value, m: Value, one: Any
-) -> None:
-    """Emit ``one(r, row of its head)`` for the m rows r that share each kv head."""
-
-    def head(h, _):
-        at = b.add(row, b.mul(head_bytes, h))
-        first = b.mul(h, m)
-        loop(b, m, 1, [], lambda i, _: one(b.add(first, i), at))
-
-    loop(b, heads, 1, [], head)
 
 
 def _size(kind: str) -> int:
@@ -265,65 +297,86 @@ def _to_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
     return [shuffled(b, first, woven[n : n + LANES], second) for n in (0, LANES)]
 
 
-@_of_kinds(6)
-def add_rows(b, kind, to, weights, rows, row_bytes, n, d):
-    """Add the sum of n rows, times float32 weights, to the float32 row ``to``; n is positive."""
-    size = _size(kind)
+@_of_kinds(7)
+def add_rows(b, kind, to, weights, rows, row_bytes, n, d, m):
+    """Add to m float32 rows the sums of n rows, times rows of TILE_K weights; n is positive."""
+    size, row_size = _size(kind), b.mul(d, const(4))
 
-    def columns(c, count):
-        """Add up ``count`` vectors from column c on, even and odd rows apart."""
-        whole = b.and_(n, const(-2))
-        pairs = [2] * (count // 2) + [1] * (count % 2)
+    def block(r, many):
+        totals = _several(b, b.add(to, b.mul(r, row_size)), row_size, many)
+        factors = _several(b, b.add(weights, b.mul(r, const(_ROW))), const(_ROW), many)
 
-        def one(j, sums):
-            w = _spread(b, b.add(weights, b.mul(j, const(4))))
-            row = b.add(b.add(rows, b.mul(row_bytes, j)), b.mul(c, const(size)))
-            parts = []
-            for n, both in enumerate(pairs):
-                at = b.add(row, const(size * LANES * 2 * n))
-                parts += _parts(b, at, kind, both)
-            return [_multiply_add(b, w, x, t) for x, t in zip(parts, sums, strict=True)]
+        def columns(c, count):
+            """Add up ``count`` vectors from column c on, even and odd rows apart."""
+            whole = b.and_(n, const(-2))
+            pairs = [2] * (count // 2) + [1] * (count % 2)
+            half = many * count
 
-        def two(j, sums):
-            return one(j, sums[:count]) + one(b.add(j, const(1)), sums[count:])
+            def one(j, sums):
+                row = b.add(b.add(rows, b.mul(row_bytes, j)), b.mul(c, const(size)))
+                parts, found = [], []
+                for n, both in enumerate(pairs):
+                    at = b.add(row, const(size * LANES * 2 * n))
+                    parts += _parts(b, at, kind, both)
+                for i, factor in enumerate(factors):
+                    w = _spread(b, b.add(factor, b.mul(j, const(4))))
+                    own = sums[count * i : count * (i + 1)]
+                    found += [
+                        _multiply_add(b, w, x, t) for x, t in zip(parts, own, strict=True)
+                    ]
+                return found
 
-        at = [b.add(to, b.mul(b.add(c, const(LANES * v)), const(4))) for v in range(count)]
-        sums = [_ZERO] * (2 * count)
-        some = b.icmp_signed(">", whole, const(0))
-        sums = guarded(b, some, sums, lambda s: loop(b, whole, 2, s, two))
-        odd = b.icmp_signed("<", whole, n)
-        sums = guarded(b, odd, sums, lambda s: one(whole, s[:count]) + s[count:])
-        totals = [b.fadd(sums[v], sums[count + v]) for v in range(count)]
-        found = []
-        for both in pairs:
-            found += _to_columns(b, totals[len(found) : len(found) + both], kind)
-        for x, place in zip(found, at, strict=True):
-            _store(b, b.fadd(x, _load(b, place)), place)
+            def two(j, sums):
+                return one(j, sums[:half]) + one(b.add(j, const(1)), sums[half:])
 
-    _by_columns(b, d, columns)
+            sums = [_ZERO] * (2 * half)
+            some = b.icmp_signed(">", whole, const(0))
+            sums = guarded(b, some, sums, lambda s: loop(b, whole, 2, s, two))
+            odd = b.icmp_signed("<", whole, n)
+            sums = guarded(b, odd, sums, lambda s: one(whole, s[:half]) + s[half:])
+            both = [b.fadd(sums[v], sums[half + v]) for v in range(half)]
+            for i, row in enumerate(totals):
+                first = b.add(row, b.mul(c, const(4)))
+                for v, x in enumerate(_to_all_columns(b, both[count * i :], pairs, kind)):
+                    place = b.add(first, const(_VECTOR * v))
+                    _store(b, b.fadd(x, _load(b, place)), place)
+
+        _by_columns(b, d, columns)
+
+    _in_blocks(b, m, SUMMED, block)
 
 
-@_of_kinds(10)
-def add_rows_of_heads(b, kind, to, room, weights, rows, row_bytes, n, d, heads, head_bytes, m):
-    """Add to m rows of each kv head what ``add_rows`` adds.
+def _to_all_columns(b: ir.IRBuilder, x: list[Value], pairs: list[int], kind: str) -> list[Value]:
+    """Return vectors of ``_parts``, in pairs or alone, as vectors of consecutive numbers."""
+    found: list[Value] = []
+    for both in pairs:
+        found += _to_columns(b, x[len(found) : len(found) + both], kind)
+    return found
+
+
+@_of_kinds(9)
+def add_rows_of_heads(b, kind, to, room, weights, rows, row_bytes, n, d, heads, head_bytes):
+    """Add to the row of each kv head what ``add_rows`` adds.
 
     ``weights`` are rows of TILE_K numbers; ``room`` is memory for two rows of each row of ``to``.
     """
     size, row_size = _size(kind), b.mul(d, const(4))
-    plane = b.mul(b.mul(heads, m), row_size)
+    plane = b.mul(heads, row_size)
 
     def clear(c, _):
         _store(b, _ZERO, b.add(room, b.mul(c, const(4))))
 
-    loop(b, b.mul(b.mul(heads, m), b.mul(d, const(2))), LANES, [], clear)
+    loop(b, b.mul(heads, b.mul(d, const(2))), LANES, [], clear)
 
     def key(j, _):
         sums = b.add(room, b.mul(plane, b.and_(j, const(1))))  # even and odd rows apart
         column = b.add(weights, b.mul(j, const(4)))
+        first = b.add(rows, b.mul(row_bytes, j))
 
-        def one(r, row):
-            w = _spread(b, b.add(column, b.mul(r, const(_ROW))))
-            total = b.add(sums, b.mul(row_size, r))
+        def head(h, _):
+            row = b.add(first, b.mul(head_bytes, h))
+            w = _spread(b, b.add(column, b.mul(h, const(_ROW))))
+            total = b.add(sums, b.mul(row_size, h))
 
             def step(c, _, count):
                 at = b.add(row, b.mul(c, const(size)))
@@ -335,12 +388,12 @@ def add_rows_of_heads(b, kind, to, room, weights, rows, row_bytes, n, d, heads, 
 
             _by_pairs(b, d, [], step)
 
-        _each_of_heads(b, b.add(rows, b.mul(row_bytes, j)), heads, head_bytes, m, one)
+        loop(b, heads, 1, [], head)
 
     loop(b, n, 1, [], key)
 
-    def finish(r, _):
-        total, row = (b.add(x, b.mul(row_size, r)) for x in (room, to))
+    def finish(h, _):
+        total, row = (b.add(x, b.mul(row_size, h)) for x in (room, to))
 
         def step(c, _, count):
             inside = b.mul(c, const(4))
@@ -353,7 +406,7 @@ def add_rows_of_heads(b, kind, to, room, weights, rows, row_bytes, n, d, heads, 
 
         _by_pairs(b, d, [], step)
 
-    loop(b, b.mul(heads, m), 1, [], finish)
+    loop(b, heads, 1, [], finish)
 
 
 @_of_kinds(9)
@@ -371,24 +424,29 @@ def write_sums(b, kind, to, row_bytes, n, weights, others, m, d, heads, head_byt
         def columns(c, count):
             inside = b.add(others, b.mul(c, const(4)))
 
-            def row(j, _):
+            def several(j, many):
                 column = b.add(start_of_weights, b.mul(j, const(4)))
 
                 def one(i, sums):
-                    r = b.add(before, i)
-                    w = _spread(b, b.add(column, b.mul(r, const(_ROW))))
+                    r, found = b.add(before, i), []
+                    factor = b.add(column, b.mul(r, const(_ROW)))
                     other = b.add(inside, b.mul(b.mul(r, d), const(4)))
-                    return [
-                        _multiply_add(b, w, _load(b, b.add(other, const(_VECTOR * v))), total)
-                        for v, total in enumerate(sums)
-                    ]
+                    x = [_load(b, b.add(other, const(_VECTOR * v))) for v in range(count)]
+                    for g in range(many):
+                        w = _spread(b, b.add(factor, const(4 * g)))
+                        own = sums[count * g : count * (g + 1)]
+                        found += [
+                            _multiply_add(b, w, y, total) for y, total in zip(x, own, strict=True)
+                        ]
+                    return found
 
-                sums = loop(b, m, 1, [_ZERO] * count, one)
-                place = b.add(b.add(start, b.mul(row_bytes, j)), b.mul(c, const(size)))
-                for v, total in enumerate(sums):
-                    _store(b, total, b.add(place, const(size * LANES * v)), kind)
+                sums = loop(b, m, 1, [_ZERO] * (count * many), one)
+                first = b.add(b.add(start, b.mul(row_bytes, j)), b.mul(c, const(size)))
+                for g, place in enumerate(_several(b, first, row_bytes, many)):
+                    for v, total in enumerate(sums[count * g : count * (g + 1)]):
+                        _store(b, total, b.add(place, const(size * LANES * v)), kind)
 
-            loop(b, rows, 1, [], row)
+            _in_blocks(b, rows, KEYS, several)
 
         _by_columns(b, d, columns)
 
