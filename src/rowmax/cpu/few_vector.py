@@ -321,9 +321,7 @@ def add_rows(b, kind, to, weights, rows, row_bytes, n, d, m):
                 for i, factor in enumerate(factors):
                     w = _spread(b, b.add(factor, b.mul(j, const(4))))
                     own = sums[count * i : count * (i + 1)]
-                    found += [
-                        _multiply_add(b, w, x, t) for x, t in zip(parts, own, strict=True)
-                    ]
+                    found += [_multiply_add(b, w, x, t) for x, t in zip(parts, own, strict=True)]
                 return found
 
             def two(j, sums):
