@@ -648,7 +648,7 @@ from rowmax.cpu import few_vector, few_calls
 assert few_vector.LANES == 8 and few_vector.HALVES == {halves}
 assert (torch.float16 in few_calls._DTYPES) == {halves}
 for dtype in (torch.{dtype},):
-    for nq, nk in ((1, 300), (40, 60)):
+    for nq, nk in ((1, 300), (7, 300), (40, 60)):
         leaves = [torch.randn(2, n, 2, 48, dtype=dtype).requires_grad_() for n in (nq, nk, nk)]
         answers = []
         for backend in ("cpu", "reference"):

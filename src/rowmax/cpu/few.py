@@ -206,6 +206,26 @@ def head_rows(kind, tensor, s, key, h):
 
 
 @inner
+def products(kind, to, room, q, rows, keys, d, heads, m):
+    """Write the products of rows of q and HeadRows: m rows of one kv head, or one of each."""
+    if heads > 1:
+        dots_of_heads(kind, to, room, q, rows.first, rows.step, keys, d, heads, rows.head)
+    else:
+        dots(kind, to, q, rows.first, rows.step, keys, d, m)
+
+
+@inner
+def add_products(kind, to, room, weights, rows, keys, d, heads, m):
+    """Add the products of weights and HeadRows: to m rows of one kv head, or to one of each."""
+    if heads > 1:
+        add_rows_of_heads(
+            kind, to, room, weights, rows.first, rows.step, keys, d, heads, rows.head
+        )
+    else:
+        add_rows(kind, to, weights, rows.first, rows.step, keys, d, m)
+
+
+@inner
 def room_of(call, heads):
     """Return the numbers of memory that a row needs where tasks have several kv heads."""
     return max(LANES * LANES, 2 * max(call.d, call.value_d)) if heads > 1 else 0
@@ -278,11 +298,7 @@ def forward_tile(call, seq, task, limits, part, rows, kept, like, kind):
     if together:
         if hidden(call, first, inside):
             return
-        if heads > 1:
-            at = rows.S, rows.room, rows.q, k.first, k.step
-            dots_of_heads(kind, *at, inside.keys, d, heads, k.head)
-        else:
-            dots(kind, rows.S, rows.q, k.first, k.step, inside.keys, d, shared)
+        products(kind, rows.S, rows.room, rows.q, k, inside.keys, d, heads, shared)
     for g in range(count):
         h = hk * call.group + g
         place, S, O = Place(s, h, 0, n), rows.S + 4 * g * n * TILE_K, part.O + 4 * g * n * value_d
@@ -290,7 +306,7 @@ def forward_tile(call, seq, task, limits, part, rows, kept, like, kind):
         if not together:
             if hidden(call, place, inside):
                 continue
-            dots(kind, S, rows.q + 4 * g * n * d, k.first, k.step, inside.keys, d, n)
+            products(kind, S, 0, rows.q + 4 * g * n * d, k, inside.keys, d, 1, n)
         for i in range(n):
             r = g * n + i
             at, average = S + 4 * i * TILE_K, O + 4 * i * value_d
@@ -302,12 +318,9 @@ def forward_tile(call, seq, task, limits, part, rows, kept, like, kind):
                 for j in range(inside.width):
                     row[j] *= kept_row[j]
         if not together:
-            add_rows(kind, O, S, v.first, v.step, inside.keys, value_d, n)
-    if together and heads == 1:
-        add_rows(kind, part.O, rows.S, v.first, v.step, inside.keys, value_d, shared)
-    if heads > 1:
-        to = part.O, rows.room, rows.S, v.first, v.step
-        add_rows_of_heads(kind, *to, inside.keys, value_d, heads, v.head)
+            add_products(kind, O, 0, S, v, inside.keys, value_d, 1, n)
+    if together:
+        add_products(kind, part.O, rows.room, rows.S, v, inside.keys, value_d, heads, shared)
 
 
 @inner(fastmath=SUMS)
@@ -514,24 +527,15 @@ def tile_gradients(call, seq, task, tile, rows, buffers, like, kind):
     if together:
         if hidden(call, place, inside):
             return
-        S, dp = rows.S + column, rows.dp + column
-        if heads > 1:
-            at = S, rows.room, rows.scaled, k.first, k.step
-            dots_of_heads(kind, *at, inside.keys, d, heads, k.head)
-            at = dp, rows.room, rows.dout, v.first, v.step
-            dots_of_heads(kind, *at, inside.keys, value_d, heads, v.head)
-        else:
-            dots(kind, S, rows.scaled, k.first, k.step, inside.keys, d, shared)
-            dots(kind, dp, rows.dout, v.first, v.step, inside.keys, value_d, shared)
+        S, dp, room = rows.S + column, rows.dp + column, rows.room
+        products(kind, S, room, rows.scaled, k, inside.keys, d, heads, shared)
+        products(kind, dp, room, rows.dout, v, inside.keys, value_d, heads, shared)
     for g in range(count):
         limits = low, high, tile
         head_gradients(call, seq, task, g, limits, rows, buffers, like, kind)
-    if together and heads == 1:
-        to = rows.dq, rows.dp + column, k.first, k.step
-        add_rows(kind, *to, inside.keys, d, shared)
-    if heads > 1:
-        to = rows.dq, rows.room, rows.dp + column, k.first, k.step
-        add_rows_of_heads(kind, *to, inside.keys, d, heads, k.head)
+    if together:
+        to = rows.dq, rows.room, rows.dp + column
+        add_products(kind, *to, k, inside.keys, d, heads, shared)
 
 
 @inner
@@ -556,9 +560,9 @@ def head_gradients(call, seq, task, g, limits, rows, buffers, like, kind):
     tiles = rows.S + 4 * first * TILE_K + column, rows.dp + 4 * first * TILE_K + column
     if not together:
         scaled, dout = rows.scaled + 4 * first * d, rows.dout + 4 * first * value_d
-        dots(kind, tiles[0], scaled, k.first, k.step, part.keys, d, n)
-        dots(kind, tiles[1], dout, v.first, v.step, part.keys, value_d, n)
+        products(kind, tiles[0], 0, scaled, k, part.keys, d, 1, n)
+        products(kind, tiles[1], 0, dout, v, part.keys, value_d, 1, n)
     for i in range(n):
         row_gradients(call, seq, place, i, part, task.chunk, numbers, tiles, buffers, like, like)
     if not together:
-        add_rows(kind, rows.dq + 4 * first * d, tiles[1], k.first, k.step, part.keys, d, n)
+        add_products(kind, rows.dq + 4 * first * d, 0, tiles[1], k, part.keys, d, 1, n)

@@ -315,8 +315,8 @@ def add_rows(b, kind, to, weights, rows, row_bytes, n, d, m):
             def one(j, sums):
                 row = b.add(b.add(rows, b.mul(row_bytes, j)), b.mul(c, const(size)))
                 parts, found = [], []
-                for n, both in enumerate(pairs):
-                    at = b.add(row, const(size * LANES * 2 * n))
+                for both in pairs:
+                    at = b.add(row, const(size * LANES * len(parts)))
                     parts += _parts(b, at, kind, both)
                 for i, factor in enumerate(factors):
                     w = _spread(b, b.add(factor, b.mul(j, const(4))))
