@@ -218,9 +218,7 @@ def products(kind, to, room, q, rows, keys, d, heads, m):
 def add_products(kind, to, room, weights, rows, keys, d, heads, m):
     """Add the products of weights and HeadRows: to m rows of one kv head, or to one of each."""
     if heads > 1:
-        add_rows_of_heads(
-            kind, to, room, weights, rows.first, rows.step, keys, d, heads, rows.head
-        )
+        add_rows_of_heads(kind, to, room, weights, rows.first, rows.step, keys, d, heads, rows.head)
     else:
         add_rows(kind, to, weights, rows.first, rows.step, keys, d, m)
 
