@@ -303,9 +303,28 @@ def test_random_packed_few_queries(dtype: torch.dtype) -> None:
     reached = 0
     for seed in range(6):
         rng, case = random.Random(seed), _drawn_packed(100 + seed, dtype)
-        pairs = [(rng.randint(0, 8), rng.choice((0, 9, 560))) for _ in range(4)]
+        pairs = [(rng.randint(0, 16), rng.choice((0, 9, 560))) for _ in range(4)]
         group = min(2, case.hq // (case.hk or case.hq))
         case = replace(case, sequences=tuple(pairs), hk=2, hq=2 * group)
+        taken = few_calls.way(make(case).problem()[0], "forward")
+        reached += taken is not None and taken.kernel is few.few_forward
+        _check(case, dtype)
+    assert reached > 3
+
+
+def _drawn_rows(seed: int, dtype: torch.dtype) -> Case:
+    """Return a random case of several queries of many keys, in groups of up to four heads."""
+    rng, case = random.Random(seed), _drawn_packed(seed, dtype)
+    sizes = {"nq": rng.randint(2, 32), "nk": rng.randint(257, 700), "b": rng.randint(1, 2)}
+    heads = {"hk": 2, "hq": 2 * min(4, case.hq // (case.hk or case.hq))}
+    return replace(case, sequences=None, max_given=False, **sizes, **heads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_rows_of_many_keys(dtype: torch.dtype) -> None:
+    reached = 0
+    for seed in range(12):
+        case = _drawn_rows(200 + seed, dtype)
         taken = few_calls.way(make(case).problem()[0], "forward")
         reached += taken is not None and taken.kernel is few.few_forward
         _check(case, dtype)

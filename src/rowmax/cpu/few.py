@@ -548,8 +548,8 @@ def head_gradients(call, seq, task, g, limits, rows, buffers, like, kind):
     if not together and hidden(call, place, part):
         return
     column = 4 * (part.j0 - tile * TILE_K)
-    k = head_rows(kind, call.k, s, seq.key + part.j0, h // call.group)
-    v = head_rows(kind, call.v, s, seq.key + part.j0, h // call.group)
+    k = head_rows(kind, call.k, s, seq.key + part.j0, task.hk)
+    v = head_rows(kind, call.v, s, seq.key + part.j0, task.hk)
     numbers = Rows(
         array(rows.delta + 4 * first, n, like),
         array(rows.lse + 4 * first, n, like),
