@@ -29,7 +29,7 @@ from .call import (
     word_of,
     words,
 )
-from .few_vector import HALVES
+from .few_vector import HALVES, LANES
 from .kernel import address_of
 from .vector import PAIRS, TILE_K
 
@@ -38,8 +38,8 @@ _DTYPES = {torch.float32: types.float32, torch.bfloat16: types.uint16}
 _DTYPES |= {torch.float16: types.int16} if HALVES else {}
 #: (queries of a sequence, those of all heads of a kv head) whose products are made in place
 FEW, FEWER_ROWS = (8, 64), (16, 32)
-#: the same where keys are too many for a thread to pack
-FEW_OF_MANY_KEYS = (32, 64)
+#: the same where keys are too many for a thread to pack; more rows need the registers of AVX-512
+FEW_OF_MANY_KEYS = (32, 64 if LANES == 16 else 32)
 #: queries and keys of a sequence that a thread packs into its own memory
 MOST_TOKENS = 256
 #: where tile instructions multiply bfloat16: keys for which it is widened
@@ -85,7 +85,7 @@ def most_queries(p: Problem) -> int:
     if in_strips(p.dtype):
         bounds = (FEW,)
     elif p.nk > MOST_TOKENS and not p.varlen:
-        bounds = (FEW_OF_MANY_KEYS,)
+        bounds = (FEW, FEW_OF_MANY_KEYS)
     else:
         bounds = (FEW, FEWER_ROWS)
     return max(min(queries, rows // p.group) for queries, rows in bounds)
