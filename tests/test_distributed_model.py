@@ -239,7 +239,7 @@ def test_the_errors_that_the_documents_state():
     for rows in (two, heads, four):
         errors = [abs(one.error) for one in rows]
         figures += [sum(errors) / len(errors), max(errors)]
-    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/performance/devices.md").read_text(encoding="utf-8")
     words = " ".join(text.split())
     want = "{:.3f} on average by keys, at most {:.3f}; {:.3f} by heads, at most {:.3f}. On four "
     want += "devices it is {:.3f} by keys, at most {:.3f}:"

@@ -17,7 +17,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDES = [
     page
     for page in sorted((ROOT / "docs").rglob("*.md"))
-    if page.parent.name not in ("project", "reference", "derivation")
+    if page.parent.name not in ("project", "reference", "derivation", "performance")
     and page.name not in ("index.md", "start.md")
 ]
 
