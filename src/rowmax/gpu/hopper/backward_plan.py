@@ -51,6 +51,7 @@ from .lib.order import (
     SECTION_BYTES,
     dense_table,
     even_sections,
+    full_last_sections,
     heads_of_longest,
     touched_tile_count,
 )
@@ -465,7 +466,7 @@ def order_for(
             table, ends = counter_table(n, tile[0], p.batch, heads, section, fused and c.UP)
     else:
         least = math.ceil(LEAST_LAST * heads_of_longest(steps, most) / group)
-        sections = even_sections(p.batch * heads // group, max(many, least), group)
+        sections = full_last_sections(p.batch * heads // group, max(many, least), least, group)
         table, ends = dense_table(steps, tile[0], p.batch, heads, sections, programs)
     return programs, table.to(device), ends.to(device)
 

@@ -245,6 +245,19 @@ def even_sections(groups: int, many: int, group: int) -> list[int]:
     return [part.shape[0] * group for part in parts]
 
 
+def full_last_sections(groups: int, many: int, least: int, group: int) -> list[int]:
+    """Return the heads of each section, where blocks end with the last one.
+
+    They end together if its work on every block is that of the longest tile: ``least`` groups of
+    heads. If ``even_sections`` have fewer, all have ``many`` groups, and the rest comes first.
+    """
+    even = even_sections(groups, many, group)
+    if len(even) == 1 or min(even) >= least * group:
+        return even
+    full, rest = divmod(groups, many)
+    return [rest * group] * (rest > 0) + [many * group] * full
+
+
 def heads_of_longest(counts: Tensor, blocks: int) -> float:
     """Return the number of heads whose tiles keep all blocks busy as long as the longest one."""
     longest = float(counts.max()) + OVERHEAD
