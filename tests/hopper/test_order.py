@@ -170,6 +170,31 @@ def test_a_drawn_order_has_every_tile_once(seed: int, monkeypatch: pytest.Monkey
         backward_work(case, draw.randint(0, 1), monkeypatch, processors)
 
 
+def even_alone(
+    counts: torch.Tensor, groups: int, many: int, least: int, group: int, blocks: int
+) -> list[int]:
+    return order.even_sections(groups, many, group)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_end_no_later_than_after_even_sections(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, sooner = random.Random(seed), 0
+    for _ in range(150):
+        case, processors = drawn_case(draw)
+        given = case | {"nq": case["nk"], "d": draw.choice([96, 128, 256])}, draw.randint(0, 1)
+        last = {}
+        for sections in (backward.sections_ending_first, even_alone):
+            with monkeypatch.context() as patch:
+                patch.setattr(backward, "sections_ending_first", sections)
+                last[sections] = max(backward_work(*given, patch, processors))
+        work, even = last.values()
+        assert work <= even, case
+        sooner += work < even
+    assert sooner
+
+
 def test_heads_that_read_the_same_keys_of_a_window_go_together() -> None:
     """A block of the queries of a longer call has no tile with fewer keys than others."""
     case = {"nq": 2048, "nk": 3072, "hq": 8, "hk": 2, "d": 128, "left": 1024, "right": 0}

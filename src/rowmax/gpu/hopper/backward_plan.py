@@ -51,8 +51,8 @@ from .lib.order import (
     SECTION_BYTES,
     dense_table,
     even_sections,
-    full_last_sections,
     heads_of_longest,
+    sections_ending_first,
     touched_tile_count,
 )
 from .lib.tma import Descriptors, descriptor, strides
@@ -466,7 +466,8 @@ def order_for(
             table, ends = counter_table(n, tile[0], p.batch, heads, section, fused and c.UP)
     else:
         least = math.ceil(LEAST_LAST * heads_of_longest(steps, most) / group)
-        sections = full_last_sections(p.batch * heads // group, max(many, least), least, group)
+        given = (p.batch * heads // group, max(many, least), least, group, programs)
+        sections = sections_ending_first(steps, *given)
         table, ends = dense_table(steps, tile[0], p.batch, heads, sections, programs)
     return programs, table.to(device), ends.to(device)
 

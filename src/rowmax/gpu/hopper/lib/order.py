@@ -245,17 +245,30 @@ def even_sections(groups: int, many: int, group: int) -> list[int]:
     return [part.shape[0] * group for part in parts]
 
 
-def full_last_sections(groups: int, many: int, least: int, group: int) -> list[int]:
-    """Return the heads of each section, where blocks end with the last one.
+def sections_ending_first(
+    counts: Tensor, groups: int, many: int, least: int, group: int, blocks: int
+) -> list[int]:
+    """Return the heads of each section: ``even_sections``, or others after which blocks end sooner.
 
-    They end together if its work on every block is that of the longest tile: ``least`` groups of
-    heads. If ``even_sections`` have fewer, all have ``many`` groups, and the rest comes first.
+    Blocks end together after a section whose work on every block is that of the longest tile:
+    ``least`` groups of heads. If even ones have fewer, those compared have ``many`` groups each,
+    after the rest.
     """
     even = even_sections(groups, many, group)
     if len(even) == 1 or min(even) >= least * group:
         return even
     full, rest = divmod(groups, many)
-    return [rest * group] * (rest > 0) + [many * group] * full
+    last_full = [rest * group] * (rest > 0) + [many * group] * full
+    return min(even, last_full, key=lambda sections: _last_end(counts, sections, blocks))
+
+
+def _last_end(counts: Tensor, sections: list[int], blocks: int) -> float:
+    """Return when the last block ends ``dense_table``, in streamed tiles."""
+    costs = (counts + OVERHEAD).sort(descending=True).values
+    free = [0.0] * blocks
+    for cost in torch.cat([costs.repeat_interleave(heads) for heads in sections]).tolist():
+        heapreplace(free, free[0] + cost)
+    return max(free)
 
 
 def heads_of_longest(counts: Tensor, blocks: int) -> float:
