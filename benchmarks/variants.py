@@ -174,10 +174,12 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     found = [changed(tile, change, _part_of(tile)) for tile in shipped]
     tiles = tuple(tile for tile, _ in found)
     out, lse = hopper.forward(problem, tensors)
-    plan = build_plan(problem, tensors, dout, tiles, dbias=cell.dbias, **found[0][1])
+    options = found[0][1]
+    shares = options.pop("SHARES", None)
+    plan = build_plan(problem, tensors, dout, tiles, cell.dbias, shares, **options)
     wanted = Wanted(True, True, True, cell.dbias, False)
     if not part:
-        return lambda: host.launch(plan, problem, tensors, out, lse, dout, None, wanted)[:4]
+        return lambda: host.launch(plan, problem, tensors, out, lse, dout, None, wanted, None)[:4]
     if cell.bias and plan.dbias not in ("", "shared"):
         raise UnsupportedError("a launch alone with a bias whose gradient others share")
     dbias = torch.empty_like(tensors.bias) if plan.dbias else None

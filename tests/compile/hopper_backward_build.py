@@ -52,19 +52,21 @@ def build(
     wide: bool = False,
     placed: bool = False,
     alone: bool = False,
+    shares: bool = False,
 ) -> Built:
     """Return the kernel.
 
-    ``wide``: dk and dv are parts of sums, ``placed``: at places, ``alone``: some are no parts.
+    ``wide``: dk and dv are parts of sums, ``placed``: at places, ``alone``: some are no parts,
+    ``shares``: each is of a share of a group.
     """
     like: dict[str, Any] = dict.fromkeys(Numbers._fields, 1)
     like |= {"inner": 1.0, "scale": 1.0, "out_scale": 1.0, "shift": 1 if shifted else None}
-    like["parts"] = 2 if parts else None
+    like |= {"parts": 2 if parts else None, "shares": 2 if shares else None}
     options = {"num_warps": 4, "enable_fp_fusion": True}
     launch = GluonLaunch(kernel_of(type(c)), (1, 1, 1), options)
     made = launch.compile(
         *_copies(c, _DTYPES[dtype]),
-        _pointers(c, _DTYPES[dtype], parts, wide or placed, placed, alone),
+        _pointers(c, _DTYPES[dtype], parts, wide or placed or shares, placed, alone),
         Numbers(**like),
         gl.constexpr(Constants(c)),
         target=GPUTarget("cuda", 90, 32),

@@ -271,16 +271,17 @@ def test_a_part_of_a_shared_bias_stays_in_registers():
     assert sass.report(kernel.cubin).findings == []
 
 
-@pytest.mark.parametrize("places", ["", "placed", "alone"])
+@pytest.mark.parametrize("places", ["", "placed", "alone", "shares"])
 def test_parts_of_sums_stay_in_registers(places: str) -> None:
-    """dk and dv in float32, their rows at places or not: loops are those of a whole call.
+    """dk and dv in float32, at places, of a share, or neither: loops are those of a whole call.
 
     Stores have 8 bytes, as many as a thread has of a row side by side; those of rows that are no
     parts of sums have 4.
     """
-    placed, alone = places != "", places == "alone"
+    shares = places == "shares"
+    placed, alone = places != "" and not shares, places == "alone"
     tile = config(TILES[128, 128][0], **FEATURES["causal"])
-    kernel = build(tile, wide=True, placed=placed, alone=alone)
+    kernel = build(tile, wide=True, placed=placed, alone=alone, shares=shares)
     assert sum("STG.E.64" in line.text for line in kernel.lines) == 128
     assert sum("STG.E " in line.text for line in kernel.lines) == 128 * alone
     stays_in_registers(kernel, kernel.loops(0), "fused", "causal")

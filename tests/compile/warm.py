@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from rowmax.gpu.compiled import Launch
 from rowmax.gpu.hopper.backward_args import PartNumbers, PartPointers
-from rowmax.gpu.hopper.backward_dbias import sum_parts
+from rowmax.gpu.hopper.part_sums import sum_parts
 
 
 def refuse(*args: Any, **options: Any) -> Any:

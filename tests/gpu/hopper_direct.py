@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, product
+from typing import Any
 from unittest import mock
 
 import torch
@@ -245,7 +246,8 @@ def check_backward(
         found += rounded_parts(got, parts)
         if hopper.takes_places(problem) and got.k is not None and got.v is not None:
             run = partial(hopper.backward, problem, *arguments[1:])
-            found += misplaced(parts, problem.dtype, run)
+            with whole_groups():  # as every backward with places adds up a group
+                found += misplaced(run(), problem.dtype, run)
             if device != "cpu":
                 torch.cuda.synchronize()
     if reference is None:
@@ -277,6 +279,42 @@ def halved_steps() -> Iterator[None]:
         late_runs(),
     ):
         yield
+
+
+@contextmanager
+def whole_groups() -> Iterator[None]:
+    """Compute backwards in which a block sums dk and dv over all query heads of a kv head."""
+    with _shares(lambda *_: 1):
+        yield
+
+
+@contextmanager
+def any_shares() -> Iterator[None]:
+    """Compute backwards in which a group has any number of shares that it may have."""
+    with _shares(drawn_shares):
+        yield
+
+
+def drawn_shares(p: Problem, *_: Any) -> int:
+    """Return one of the numbers of shares that a problem may have, by its sizes."""
+    from rowmax.gpu.hopper.backward_shares import possible_shares
+
+    possible = possible_shares(p)
+    return possible[(p.total_q + p.total_k + p.d // 8) % len(possible)]
+
+
+@contextmanager
+def _shares(shares_of: Callable[..., int]) -> Iterator[None]:
+    from rowmax.gpu.hopper import backward_plan
+
+    kept = dict(backward_plan.PLANS)
+    backward_plan.PLANS.clear()
+    try:
+        with mock.patch.object(backward_plan, "shares_of", shares_of):
+            yield
+    finally:
+        backward_plan.PLANS.clear()
+        backward_plan.PLANS.update(kept)
 
 
 @contextmanager

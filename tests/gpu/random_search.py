@@ -81,6 +81,7 @@ NAMES = {
     "halves": "random calls by halves of a step",
     "lagging": "random calls whose reference lags",
     "packed": "random packed calls with late runs",
+    "groups": "random calls whose heads share keys",
     "extremes": "random calls with extreme biases",
     "siblings": "random calls between their siblings",
 }
@@ -212,6 +213,13 @@ def with_packed(rng: random.Random, case: Case) -> Case:
     )
 
 
+def with_groups(rng: random.Random, case: Case) -> Case:
+    """Return a case whose query heads share keys, without a bias."""
+    hk = rng.choice((1, 1, 2, 3))
+    hq = hk * rng.choice((2, 3, 4, 6, 8))
+    return replace(case, b=min(case.b, 2), hq=hq, hk=hk, bias=None)
+
+
 def with_extremes(rng: random.Random, case: Case) -> Case:
     """Return a case with a bias of each pair, and without what makes other scores large.
 
@@ -229,6 +237,7 @@ DRAWS = {
     "halves": with_halves,
     "lagging": with_lagging,
     "packed": with_packed,
+    "groups": with_groups,
     "extremes": with_extremes,
 }
 
@@ -318,6 +327,23 @@ def packed_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     return found
 
 
+def groups_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a call whose query heads share keys, in any number of shares.
+
+    Raises:
+        RefusedError: no group has several shares.
+    """
+    from rowmax.gpu.hopper import backward_plan
+    from tests.gpu.hopper_direct import any_shares
+
+    with any_shares():
+        found = wrong(drawn, backend, device)
+        shares = [plan.shares for plan in backward_plan.PLANS.values()]
+    if not found and max(shares, default=1) == 1:
+        raise RefusedError("no group has several shares")
+    return found
+
+
 def siblings_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     """Return what is wrong with a call, between calls that differ from it in one thing each.
 
@@ -351,6 +377,7 @@ CHECKS = {
     "halves": halved_wrong,
     "lagging": lagging_wrong,
     "packed": packed_wrong,
+    "groups": groups_wrong,
     "extremes": extreme_wrong,
     "siblings": siblings_wrong,
 }
@@ -690,6 +717,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--halves", const="halves", help="backwards by halves", **special)
     parser.add_argument("--lagging", const="lagging", help="references that lag", **special)
     parser.add_argument("--packed", const="packed", help="packed, with late runs", **special)
+    parser.add_argument("--groups", const="groups", help="heads that share keys", **special)
     parser.add_argument("--extremes", const="extremes", help="extreme biases", **special)
     parser.add_argument("--siblings", const="siblings", help="calls that hardly differ", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")

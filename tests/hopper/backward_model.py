@@ -29,6 +29,7 @@ from rowmax.gpu.hopper import (
     backward_plan,
     backward_tiles,
     packed,
+    part_sums,
     row_stats,
 )
 from rowmax.reference import dense
@@ -216,11 +217,13 @@ def prepare() -> None:
     cuda.synchronize = lambda: None
     hopper._missing = lambda _: None  # pyright: ignore
     row_stats.gdc_wait = row_stats.gdc_launch_dependents = lambda: None  # pyright: ignore
-    backward_dbias.gdc_wait = lambda: None  # pyright: ignore
+    backward_dbias.gdc_wait = part_sums.gdc_wait = lambda: None  # pyright: ignore
     triton.backward = fallback  # the twin does not run here
     # one launch sums and rounds dq wherever it can; wider heads have launches before and after
     backward_tiles.COMPLETE_TILES = 0
     backward_tiles.COMPLETE_KEYS = dict.fromkeys(backward_tiles.COMPLETE_KEYS, (0, 2**31))
+    # heads that share keys have any number of shares
+    backward_plan.shares_of = device.drawn_shares
     # the last packed sequences have several runs, however short they are
     backward_tiles.LATE_D = backward_tiles.LATE_KEYS = 0
     real = device.make

@@ -130,7 +130,6 @@ def test_blocks_of_a_causal_forward_end_together(case: dict[str, Any], most: flo
         ({"b": 4, "hq": 16, "nq": 4096, "d": 128}, 0, 1.01),
         ({"b": 1, "hq": 21, "nq": 16384, "d": 96}, 0, 1.01),  # one head in a section; was 1.05
         ({"b": 1, "hq": 7, "nq": 16384, "d": 128}, 0, 1.01),  # was 1.15
-        ({"b": 1, "hq": 24, "hk": 3, "nq": 16384, "d": 128}, 0, 1.02),  # was 1.35
         ({"b": 4, "hq": 16, "nq": 4096, "d": 128, "left": 512}, 0, 1.03),
     ],
     ids=str,
@@ -181,9 +180,12 @@ def test_blocks_end_no_later_than_after_even_sections(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw, sooner = random.Random(seed), 0
-    for _ in range(150):
+    for _ in range(300):
         case, processors = drawn_case(draw)
-        given = case | {"nq": case["nk"], "d": draw.choice([96, 128, 256])}, draw.randint(0, 1)
+        heads, width = draw.randint(1, 30), draw.choice([96, 128, 256])
+        n = case["nk"] * draw.choice([1, 4])
+        sizes = {"nq": n, "nk": n, "hq": heads, "hk": heads, "d": width}
+        given = case | sizes, draw.randint(0, 1)
         last = {}
         for sections in (backward.sections_ending_first, even_alone):
             with monkeypatch.context() as patch:

@@ -65,6 +65,8 @@ class Numbers(NamedTuple):
     bias_q: Any
     shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
     parts: Any = None  # parts of the sequences and heads that share a bias; None: one
+    shares: Any = None  # resident heads of a kv head, each with a share of its group; None: one
+    share_rows: Any = 0  # rows of dk and dv of a share
     zeroed: Any = 0  # kv heads of all sequences whose sums of dq begin with zeros (COMPLETE)
 
 
@@ -108,6 +110,7 @@ class RowNumbers(NamedTuple):
     scale: Any
     nq: Any
     zeroed: Any  # planes of the sums of dq that begin with zeros
+    shares: Any  # dk and dv of all shares follow one another
 
 
 class RowConstants(NamedTuple):
@@ -124,17 +127,20 @@ class RowConstants(NamedTuple):
 
 
 class PartPointers(NamedTuple):
-    """``t`` of the sum of the parts of dbias."""
+    """``t`` of the sum of the parts of a gradient."""
 
     parts: Any = None  # float32 [parts, ...]
-    dbias: Any = None
+    total: Any = None
+    other_parts: Any = None  # those of a second gradient
+    other_total: Any = None
 
 
 class PartNumbers(NamedTuple):
-    """``n`` of the sum of the parts of dbias."""
+    """``n`` of the sum of the parts of a gradient."""
 
-    size: Any  # numbers of dbias
+    size: Any  # numbers of a part
     parts: Any
+    other_size: Any = 0
 
 
 class ProductPointers(NamedTuple):

@@ -449,17 +449,6 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
         )
 
 
-@triton.jit
-def sum_parts(t, n, BLOCK: tl.constexpr):
-    """Store dbias, the sum of its parts in their order."""
-    gdc_wait()
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.zeros([BLOCK], tl.float32)
-    for part in range(n.parts):
-        x += tl.load(t.parts + part * n.size + i, mask=i < n.size, other=0.0)
-    tl.store(t.dbias + i, x.to(t.dbias.dtype.element_ty), mask=i < n.size)
-
-
 # --- dq, where dS is in memory because it is dbias ----------------------------------------------
 
 

@@ -65,7 +65,7 @@ from .backward_lib import (
     thread_layout,
     weights,
 )
-from .backward_order import full_range, gradient_row, plane_of, rows_left
+from .backward_order import full_range, gradient_row, place_of_share, plane_of, rows_left
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -184,7 +184,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, i, use, nth, cut, n):
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, descs, rings, tile, use, nth, cut):
+def load_resident(C: gl.constexpr, descs, rings, tile, head, use, nth, cut):
     """Load K and V of the nth tile that has steps; ``cut`` as of ``load_step``.
 
     Rows of dK and dV for keys past a prefix length are stored, and V contributes to them: so these
@@ -199,8 +199,8 @@ def load_resident(C: gl.constexpr, descs, rings, tile, use, nth, cut):
     bar = landing(rings.own.full, 0, 1, C.PREFIX, short)
     wait_empty(rings.own, nth, 1)
     mbarrier.expect(bar, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
-    tma_load(descs.v, [part, row, tile.head, 0], bar, v)
-    tma_load(descs.k, [part, row, tile.head, 0], bar, k)
+    tma_load(descs.v, [part, row, head, 0], bar, v)
+    tma_load(descs.k, [part, row, head, 0], bar, k)
     if C.PREFIX:
         if short:
             mbarrier.wait(rings.own.full.index(1), cut & 1)
@@ -213,7 +213,7 @@ def load_resident(C: gl.constexpr, descs, rings, tile, use, nth, cut):
 
 
 @gluon.jit
-def load_halves(C: gl.constexpr, descs, rings, tile, use, nth, cut):
+def load_halves(C: gl.constexpr, descs, rings, tile, head, use, nth, cut):
     """Load K and V like ``load_resident``, the left half of each in a buffer of Q (``held``)."""
     part = 0 if C.VARLEN else tile.b
     row = tile.k_row + tile.first
@@ -231,8 +231,8 @@ def load_halves(C: gl.constexpr, descs, rings, tile, use, nth, cut):
             bar = rings.own.full.index(1)
             wait_empty(rings.own, nth, 1)
             mbarrier.expect(bar, 2 * each)
-            load_both(C, descs, part, row, tile.head, 0, bar, left.index(0), left.index(1))
-            load_both(C, descs, part, row, tile.head, 1, bar, k, v)
+            load_both(C, descs, part, row, head, 0, bar, left.index(0), left.index(1))
+            load_both(C, descs, part, row, head, 1, bar, k, v)
             mbarrier.wait(bar, cut & 1)
             for half in gl.static_range(2):
                 clear_rows(left.index(half), C.BLOCK_RESIDENT, C.D // 2, rest)
@@ -245,11 +245,11 @@ def load_halves(C: gl.constexpr, descs, rings, tile, use, nth, cut):
     if not (C.PREFIX and short):
         bar = rings.q.full.index(s)
         mbarrier.expect(bar, each)
-        load_both(C, descs, part, row, tile.head, 0, bar, left.index(0), left.index(1))
+        load_both(C, descs, part, row, head, 0, bar, left.index(0), left.index(1))
         bar = rings.own.full.index(0)
         wait_empty(rings.own, nth, 1)
         mbarrier.expect(bar, each)
-        load_both(C, descs, part, row, tile.head, 1, bar, k, v)
+        load_both(C, descs, part, row, head, 1, bar, k, v)
     return cut
 
 
@@ -429,14 +429,14 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, rings, mail, t, n):
         nth += some.to(gl.int32)
         message += 1
         following, live = read_message(mail, message)
-        row = gradient_row(C, 0, tile)
+        row, head, heads = place_of_share(gradient_row(C, 0, tile), tile, n)
         table, alone = t.dv_rows, t.dv_alone
         if OF_DK:
             table, alone = t.dk_rows, t.dk_alone
-        to = place_of(t.out if OF_DK else t.dv, row, tile.head, n.heads, OUT, table)
+        to = place_of(t.out if OF_DK else t.dv, row, head, heads, OUT, table)
         if alone is not None:
-            alone = alone + tile.head * OUT
-        stride = n.heads * OUT
+            alone = alone + head * OUT
+        stride = heads * OUT
         store_parts(x, to, stride, rows_left(C, 0, tile), W0, OUT, table, row, alone)
         release_message(mail, message, following, live)
         tile = following

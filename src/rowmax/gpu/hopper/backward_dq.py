@@ -139,15 +139,15 @@ def load_step(C: gl.constexpr, descs, rings, tile, i, use, nth, cut, n):
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, descs, rings, tile, use, nth, cut):
+def load_resident(C: gl.constexpr, descs, rings, tile, head, use, nth, cut):
     """Load Q and dO of the nth tile that has steps."""
     part = 0 if C.VARLEN else tile.b
     row = tile.q_row + tile.first
     bar = rings.own.full.index(0)
     wait_empty(rings.own, nth, 1)
     mbarrier.expect(bar, descs.q.block_type.nbytes + descs.do.block_type.nbytes)
-    tma_load(descs.do, [part, row, tile.head, 0], bar, rings.do.index(0))
-    tma_load(descs.q, [part, row, tile.head, 0], bar, rings.own.buffers.index(0))
+    tma_load(descs.do, [part, row, head, 0], bar, rings.do.index(0))
+    tma_load(descs.q, [part, row, head, 0], bar, rings.own.buffers.index(0))
     return cut
 
 

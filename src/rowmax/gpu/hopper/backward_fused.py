@@ -68,7 +68,7 @@ from .backward_lib import (
     sums_by_lane,
     wait_done,
 )
-from .backward_order import full_range, gradient_row, rows_left
+from .backward_order import full_range, gradient_row, place_of_share, rows_left
 from .backward_producer import producer
 from .backward_steps import (
     Resident,
@@ -169,27 +169,27 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, dbias, t, n):
 @gluon.jit
 def store_tile(C: gl.constexpr, c: gl.constexpr, state, tile, t, n):
     """Store dK, dV and sums of dbias of the warpgroup's keys of a tile."""
-    row = gradient_row(C, c, tile)
+    row, head, heads = place_of_share(gradient_row(C, c, tile), tile, n)
     rows = rows_left(C, c, tile)
     to, alone = t.out, t.dk_alone
-    to = place_of(to, row, tile.head, n.heads, C.D_OUT, t.dk_rows)
+    to = place_of(to, row, head, heads, C.D_OUT, t.dk_rows)
     if alone is not None:
-        alone = alone + tile.head * C.D_OUT
-    stride = n.heads * C.D_OUT
+        alone = alone + head * C.D_OUT
+    stride = heads * C.D_OUT
     x = state.dk.low * n.out_scale
     store(C, x, to, stride, rows, C.D0, 0, C.D_OUT, t.dk_rows, row, alone)
     if C.D_OUT > C.D0:
         x = state.dk.high * n.out_scale
         store(C, x, to, stride, rows, C.D1, C.D0, C.D_OUT, t.dk_rows, row, alone)
     if C.DROW:
-        plane = (tile.b * n.heads + tile.head).to(gl.int64)
+        plane = (tile.b * heads + head).to(gl.int64)
         to = t.dbias + plane * n.nk + tile.first + c * C.TOKENS
         store_sums(state.drow, to, rows)
     to, alone = t.dv, t.dv_alone
-    to = place_of(to, row, tile.head, n.heads, C.DV_OUT, t.dv_rows)
+    to = place_of(to, row, head, heads, C.DV_OUT, t.dv_rows)
     if alone is not None:
-        alone = alone + tile.head * C.DV_OUT
-    stride = n.heads * C.DV_OUT
+        alone = alone + head * C.DV_OUT
+    stride = heads * C.DV_OUT
     store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, t.dv_rows, row, alone)
     if C.DV_OUT > C.DV0:
         x = state.dv.high

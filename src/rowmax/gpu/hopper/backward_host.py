@@ -9,6 +9,7 @@ The launches follow one another:
   of wider ones three launches of ``backward_wide``;
 - ``finish``: dq from its sums, unless ``backward`` rounds them (``backward_complete.py``); or
   ``dq_of_dbias``, where dS is in memory;
+- ``sum_parts``: dk and dv of several shares of a group, from their parts;
 - ``sum_parts``: the gradient of a bias of few tiles, from its parts.
 """
 
@@ -52,12 +53,13 @@ def backward(
         problem, usable = aligned_bias(problem, bias, wanted.bias)
         if usable is not bias:
             tensors = tensors._replace(bias=usable)
-    key = key_of(problem, tensors, dout, wanted.bias)
+    placed = places is not None
+    key = key_of(problem, tensors, dout, wanted.bias, placed)
     plan = PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
         q, k, v, dout = (aligned(t) for t in (q, k, v, dout))
         tensors = tensors._replace(q=q, k=k, v=v)
-        plan = plan_of(problem, tensors, dout, wanted.bias)
+        plan = plan_of(problem, tensors, dout, wanted.bias, placed)
     else:
         try:  # noqa: SIM105  (suppress takes longer)
             PLANS.move_to_end(key)
@@ -130,6 +132,9 @@ def launch(
     if tensors.bias is not None:
         dbias = new_dbias(plan.dbias, problem, tensors.bias, lse)
     made = Gradients(dq, dk, dv, dbias)
+    if plan.of_shares is not None and dk is not None and dv is not None:
+        shares = lse.new_empty(plan.shares * (dk.numel() + dv.numel()))
+        made = made._replace(k=shares, v=Span(shares, 4 * plan.shares * dk.numel()))
     t, dsink = prepare(plan, problem, tensors, (out, lse, dout, dlse), wanted, made)
     if t.scaled is not None:
         dout = t.scaled
@@ -152,6 +157,8 @@ def launch(
             lengths = None if lengths is None else lengths.contiguous()
             args = ProductPointers(dbias, tensors.k, dq, lengths)
         plan.after(args)
+    if plan.of_shares is not None and dk is not None and dv is not None:
+        plan.of_shares(PartPointers(made.k, dk, made.v, dv))
     if plan.total is not None:
         plan.total(PartPointers(parts, dbias))
     found = (dq, dk, dv)
@@ -174,7 +181,7 @@ def packed_orders(
             order = packed.order(cu_q, cu_k, totals, c.BLOCK_RESIDENT)
             cu_q, cu_k = order.cu, order.other
         else:
-            late = packed.Late(c.LATE_RUNS, problem.hk, work.launch.grid[0])
+            late = packed.Late(c.LATE_RUNS, plan.shares * problem.hk, work.launch.grid[0])
             order = packed.order(cu_k, cu_q, totals[::-1], c.BLOCK_RESIDENT, late=late)
             cu_k, cu_q = order.cu, order.other
         orders.append(order)

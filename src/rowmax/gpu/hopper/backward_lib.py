@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...rules.score import ScoreTerms
-from .backward_order import first_place, next_place, place_tile, plane_of
+from .backward_order import first_place, next_place, place_tile, plane_of, resident_head
 from .gluon_compat import mbarrier, reinterpret, warpgroup_mma
 from .lib import ring
 from .lib.assembly import publish_text
@@ -80,7 +80,9 @@ def produce(
     place, end, tile = first_tile(C, mail, kv_heads, t, n)
     while place < end:
         if tile.lo < tile.hi:
-            cut_resident = LOAD_RESIDENT(C, copies, rings, tile, use + nth, nth, cut_resident)
+            head = resident_head(tile, n)
+            first_use = use + nth
+            cut_resident = LOAD_RESIDENT(C, copies, rings, tile, head, first_use, nth, cut_resident)
             nth += 1
             cut_step = LOAD_STEP(C, copies, rings, tile, 0, use, nth, cut_step, n)
         steps = (tile.hi - tile.lo) * group

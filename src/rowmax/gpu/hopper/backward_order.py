@@ -185,6 +185,28 @@ def gradient_row(C: gl.constexpr, c: gl.constexpr, tile):
 
 
 @gluon.jit
+def resident_head(tile, n):
+    """Return the head of the tile's rows: each share of a kv head's group has a head of its own."""
+    head = tile.head
+    if n.shares is not None:
+        head = head // n.shares
+    return head
+
+
+@gluon.jit
+def place_of_share(row, tile, n):
+    """Return (row, head, heads) in memory of the gradient at a row of ``gradient_row``.
+
+    The rows of all first shares come before those of the second ones.
+    """
+    heads = n.heads
+    if n.shares is not None:
+        heads = heads // n.shares
+        row = row + tile.head % n.shares * n.share_rows
+    return row, resident_head(tile, n), heads
+
+
+@gluon.jit
 def rows_left(C: gl.constexpr, c: gl.constexpr, tile):
     """Return the rows from the first row of warpgroup c to the end of the sequence.
 

@@ -29,6 +29,7 @@ from .backward_args import (
 )
 from .backward_bias import gradient_by, kind_of, refused_gradient
 from .backward_order import complete_table, counter_table, padded_rows
+from .backward_shares import shares_of
 from .backward_tiles import (
     DQ_OF_DBIAS,
     ROUNDED_TILES,
@@ -109,6 +110,8 @@ class Plan(NamedTuple):
     done: int  # words of done steps, if dq is added to in an order
     parts: int  # parts of dbias, each of float32
     total: Launch | None  # the sum of the parts, if there are several
+    shares: int  # parts of dk and dv, each of a share of the heads of a group
+    of_shares: Launch | None  # dk and dv from their parts, if there are several
 
     @property
     def fused(self) -> FusedConfig | None:
@@ -119,22 +122,26 @@ class Plan(NamedTuple):
 PLANS = Plans(_MOST_PLANS)
 
 
-def key_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool) -> tuple[Any, ...]:
+def key_of(
+    problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool, placed: bool = False
+) -> tuple[Any, ...]:
     """Return all that a plan depends on."""
     q, k, v, bias, _, _, _, q_ids, k_ids, *_ = tensors
     strides = (q.stride(), k.stride(), v.stride(), dout.stride())
     batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
-    return (
-        problem, q.device.index, dbias, *strides, None if bias is None else bias.stride(), *batches
-    )  # fmt: skip
+    of_bias = None if bias is None else bias.stride()
+    return (problem, q.device.index, dbias, placed, *strides, of_bias, *batches)
 
 
-def plan_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool = False) -> Plan:
-    """Return the plan of aligned tensors."""
-    key = key_of(problem, tensors, dout, dbias)
+def plan_of(
+    problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool = False, placed: bool = False
+) -> Plan:
+    """Return the plan of aligned tensors; ``placed``: dk and dv are at places (``Places``)."""
+    key = key_of(problem, tensors, dout, dbias, placed)
     plan = PLANS.get(key)
     if plan is None:
-        plan = build_plan(problem, tensors, dout, dbias=dbias)
+        shares = 1 if placed else None
+        plan = build_plan(problem, tensors, dout, dbias=dbias, shares=shares)
         if not torch.cuda.is_current_stream_capturing():
             PLANS.keep(key, plan)
     return plan
@@ -146,9 +153,15 @@ def build_plan(
     dout: Tensor,
     tiles: tuple[Config, ...] | None = None,
     dbias: bool = False,
+    shares: int | None = None,
     **options: Any,
 ) -> Plan:
-    """Return the plan of a problem; with other tiles and constants to measure those."""
+    """Return the plan of a problem; with other tiles, shares and constants to measure those."""
+    if shares is None:
+        by_keys = [tile for tile in tiles_of(p, False) if not tile.QUERIES_RESIDENT]
+        shares = shares_of(p, by_keys[0], processors(tensors.q.device))
+    of_shares = sum_of_shares(p, shares) if shares > 1 else None
+    call, p = p, p._replace(hk=shares * p.hk)
     tiles = tiles or tiles_of(p, kind_of(p) == "tile")
     assert not (dbias and refused_gradient(p))
     by = gradient_by(p) if dbias else ""
@@ -161,16 +174,21 @@ def build_plan(
         c = config_for(p, shared_bias_tile(p))
         parts = parts_of(p, c, processors(tensors.q.device))
         shared = build_work(p, c, tensors, dout, planes, rows, parts)
-        total = sum_of_parts(p, parts) if parts > 1 else None
+        total = sum_of_parts(parts, math.prod(p.bias)) if parts > 1 else None
     fused = configs[0] if isinstance(configs[0], FusedConfig) else None
     sections = []
     if fused is not None and fused.COMPLETE:
         sections = complete_sections(p, fused, processors(tensors.q.device))
-    works = tuple(build_work(p, c, tensors, dout, planes, rows, sections=sections) for c in configs)
+    works = tuple(
+        build_work(
+            call if c.QUERIES_RESIDENT else p, c, tensors, dout, planes, rows, sections=sections
+        )
+        for c in configs
+    )
     row_tiles = rows // ROW_TILE
     grid = planes * row_tiles, 1, 1
     zeroed = sections[0] * p.group if sections else planes
-    last = row_arguments(p, configs[0], dout, row_tiles, zeroed)
+    last = row_arguments(p, configs[0], dout, row_tiles, zeroed, shares)
     after: Launch | None = Launch(row_stats.finish, grid, _FOLLOWS, last)
     if fused is not None and not fused.DQ:
         after = product_of_dbias(p, fused, tensors.k)
@@ -188,6 +206,8 @@ def build_plan(
         done=done_words(p, configs[0]),
         parts=parts,
         total=total,
+        shares=shares,
+        of_shares=of_shares,
     )
 
 
@@ -222,7 +242,9 @@ def done_words(p: Problem, c: Config) -> int:
     return p.batch * p.hk * -(-p.nk // tile)
 
 
-def row_arguments(p: Problem, c: Config, dout: Tensor, tiles: int, zeroed: int) -> tuple[Any, ...]:
+def row_arguments(
+    p: Problem, c: Config, dout: Tensor, tiles: int, zeroed: int, shares: int
+) -> tuple[Any, ...]:
     """Return the arguments of the passes over rows that follow the pointers."""
     eights = (s // 8 for s in strides(dout)[:3])
     numbers = RowNumbers(
@@ -237,6 +259,7 @@ def row_arguments(p: Problem, c: Config, dout: Tensor, tiles: int, zeroed: int) 
         p.scale,
         p.nq,
         zeroed,
+        shares,
     )
     complete = isinstance(c, FusedConfig) and c.COMPLETE
     constants = (p.d, p.dv, c.D0, c.D1, next_power_of_2(c.DV), ROW_TILE, c.NATURAL, complete)
@@ -260,14 +283,25 @@ def product_of_dbias(p: Problem, c: FusedConfig, k: Tensor) -> Launch:
     return Launch(dq_of_dbias, (p.batch * p.hq * tiles, 1, 1), options, (numbers, constants))
 
 
-def sum_of_parts(p: Problem, parts: int) -> Launch:
-    """Return the launch that sums the parts of dbias."""
-    from .backward_dbias import sum_parts
+def sum_of_parts(parts: int, size: int, other: int = 0) -> Launch:
+    """Return the launch that sums parts of ``size`` numbers, and of a second gradient if any."""
+    from .part_sums import sum_parts
 
-    assert p.bias is not None
-    size, block = math.prod(p.bias), 1024
-    last = (PartNumbers(size, parts), gl.constexpr(block))
-    return Launch(sum_parts, (-(-size // block), 1, 1), _FOLLOWS, last)
+    block = 1024
+    last = (PartNumbers(size, parts, other), gl.constexpr(block))
+    grid = (-(-max(size, other) // block), 1 + (other > 0), 1)
+    return Launch(sum_parts, grid, _FOLLOWS, last)
+
+
+def sum_of_shares(p: Problem, shares: int) -> Launch:
+    """Return the launch that sums dk and dv of all shares."""
+    numbers = rows_of_share(p) * p.hk
+    return sum_of_parts(shares, numbers * p.d, numbers * p.dv)
+
+
+def rows_of_share(p: Problem) -> int:
+    """Return the rows of dk and dv of all sequences."""
+    return p.total_k if p.varlen else p.batch * p.nk
 
 
 def build_work(
@@ -285,6 +319,7 @@ def build_work(
     ``sections`` are those of ``complete_sections``.
     """
     of_queries = c.QUERIES_RESIDENT
+    shares = 1 if of_queries else p.hk // tensors.k.shape[2]
     programs, table, ends = order_for(p, c, tensors.q.device, parts, sections)
     ids = (tensors.q_ids, tensors.k_ids)
     each = (0, 0) if p.bias is None else (int(size > 1) for size in p.bias[:2])
@@ -302,10 +337,12 @@ def build_work(
         p.scale,
         p.hq,
         1 if of_queries else p.group,
-        p.group,
+        p.hq // tensors.k.shape[2],
         *bias_strides(tensors.bias if kind_of(p) == "tile" else None),
         None if p.positions is None else p.positions.shift,
         parts if parts > 1 else None,
+        shares if shares > 1 else None,
+        rows_of_share(p),
         sections[0] if sections else 0,
     )
     last = (numbers, gl.constexpr(Constants(c)))
@@ -467,7 +504,10 @@ def order_for(
     else:
         least = math.ceil(LEAST_LAST * heads_of_longest(steps, most) / group)
         given = (p.batch * heads // group, max(many, least), least, group, programs)
-        sections = sections_ending_first(steps, *given)
+        if of_queries or p.group == 1:
+            sections = sections_ending_first(steps, *given)
+        else:  # the longest tiles of a short first section read queries of all heads of a group
+            sections = even_sections(*given[:2], group)
         table, ends = dense_table(steps, tile[0], p.batch, heads, sections, programs)
     return programs, table.to(device), ends.to(device)
 

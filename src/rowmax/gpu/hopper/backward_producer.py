@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .backward_lib import first_tile, next_tile, steps_before_draw, wait_done
-from .backward_order import plane_of, step_of
+from .backward_order import plane_of, resident_head, step_of
 from .gluon_compat import mbarrier, reinterpret, tma_load
 from .lib.parts import cleared_parts, copy_parts, expect_parts, load_parts
 from .lib.ring import landing, slot, wait_empty
@@ -95,10 +95,10 @@ def load_keys(C: gl.constexpr, copy, corner, W0: gl.constexpr, W1: gl.constexpr,
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
+def load_resident(C: gl.constexpr, descs, rings, tile, head, nth, cut):
     """Load K and V of the nth tile that has steps; ``cut`` as of ``load_step``."""
     part = 0 if C.VARLEN else tile.b
-    corner = (part, tile.k_row + tile.first, tile.head)
+    corner = (part, tile.k_row + tile.first, head)
     rest = tile.used - tile.first
     short = rest < C.BLOCK_RESIDENT
     s = slot(nth, C.KV_STAGES)
@@ -131,7 +131,8 @@ def producer(C: gl.constexpr, descs, rings, mail, t, n):
         if tile.lo < tile.hi:
             # the rings have room for the first step while K and V of the last tile are in use
             cut_q = load_step(C, True, descs, rings, tile, 0, use, cut_q, n)
-            cut_k = load_resident(C, descs, rings, tile, nth, cut_k)
+            head = resident_head(tile, n)
+            cut_k = load_resident(C, descs, rings, tile, head, nth, cut_k)
             nth += 1
         steps = (tile.hi - tile.lo) * n.group
         # as many steps as there is room for, since looking up the next tile is slow

@@ -60,7 +60,7 @@ from .backward_lib import (
     thread_layout,
     weights,
 )
-from .backward_order import full_range, gradient_row, plane_of, rows_left
+from .backward_order import full_range, gradient_row, place_of_share, plane_of, rows_left
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -185,7 +185,7 @@ def load_step(C: gl.constexpr, copies, rings, tile, i, use, nth, cut, n):
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, copies, rings, tile, use, nth, cut):
+def load_resident(C: gl.constexpr, copies, rings, tile, head, use, nth, cut):
     """Load the resident tensors of the nth tile that has steps.
 
     The columns that are held arrive as use ``use`` of the first ring.
@@ -198,16 +198,16 @@ def load_resident(C: gl.constexpr, copies, rings, tile, use, nth, cut):
     wait_empty(rings.first, use, C.FIRST_STAGES)
     bar = rings.first.full.index(s)
     mbarrier.expect(bar, each)
-    tma_load(copies.own, [part, row, tile.head, 0], bar, held_buffer(C, copies, rings, s))
+    tma_load(copies.own, [part, row, head, 0], bar, held_buffer(C, copies, rings, s))
     bar = rings.own.full.index(0)
     wait_empty(rings.own, nth, 1)
     if C.SCORES_ALONE:
         mbarrier.expect(bar, rest * each)
     else:
         mbarrier.expect(bar, rest * each + copies.other.block_type.nbytes)
-        tma_load(copies.other, [part, row, tile.head, 0], bar, rings.other.index(0))
+        tma_load(copies.other, [part, row, head, 0], bar, rings.other.index(0))
     for i in gl.static_range(rest):
-        corner = [part, row, tile.head, (i + 1) * C.HELD]
+        corner = [part, row, head, (i + 1) * C.HELD]
         tma_load(copies.own, corner, bar, rings.own.buffers.index(i))
     return cut
 
@@ -479,9 +479,9 @@ def store_half(C: gl.constexpr, c: gl.constexpr, x, tile, t, n):
         x = x * n.out_scale
     OUT: gl.constexpr = min(C.OUT - c * C.HALF, C.HALF)
     if OUT > 0:
-        row = gradient_row(C, 0, tile)
-        to = t.out + (row.to(gl.int64) * n.heads + tile.head) * C.OUT + c * C.HALF
-        store_rows(x, to, n.heads * C.OUT, rows_left(C, 0, tile), OUT)
+        row, head, heads = place_of_share(gradient_row(C, 0, tile), tile, n)
+        to = t.out + (row.to(gl.int64) * heads + head) * C.OUT + c * C.HALF
+        store_rows(x, to, heads * C.OUT, rows_left(C, 0, tile), OUT)
 
 
 # --- the kernel --------------------------------------------------------------------------------

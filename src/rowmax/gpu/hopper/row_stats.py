@@ -80,10 +80,14 @@ def clear(t, n, c, i):
         rest_k = tl.maximum(tl.load(t.cu_k + n.batch), 0)
         if t.dq is not None:
             clear_rest(t.dq, rest_q, n.total_q, n.hq * c.D)
-        if t.dk is not None:
-            clear_rest(t.dk, rest_k, n.total_k, n.hk * c.D)
-        if t.dv is not None:
-            clear_rest(t.dv, rest_k, n.total_k, n.hk * c.DV)
+        heads = n.hk // n.shares
+        row = tl.zeros([], tl.int64)
+        for _ in range(n.shares):
+            if t.dk is not None:
+                clear_rest(t.dk + row * (heads * c.D), rest_k, n.total_k, heads * c.D)
+            if t.dv is not None:
+                clear_rest(t.dv + row * (heads * c.DV), rest_k, n.total_k, heads * c.DV)
+            row += n.total_k
 
 
 @triton.jit

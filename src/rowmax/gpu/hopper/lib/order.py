@@ -259,10 +259,10 @@ def sections_ending_first(
         return even
     full, rest = divmod(groups, many)
     last_full = [rest * group] * (rest > 0) + [many * group] * full
-    return min(even, last_full, key=lambda sections: _last_end(counts, sections, blocks))
+    return min(even, last_full, key=lambda sections: last_end(counts, sections, blocks))
 
 
-def _last_end(counts: Tensor, sections: list[int], blocks: int) -> float:
+def last_end(counts: Tensor, sections: list[int], blocks: int) -> float:
     """Return when the last block ends ``dense_table``, in streamed tiles."""
     costs = (counts + OVERHEAD).sort(descending=True).values
     free = [0.0] * blocks
