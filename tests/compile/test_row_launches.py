@@ -1,4 +1,4 @@
-"""The plain launches of a Hopper backward compile: before its kernel, after it, and sums of parts."""
+"""The plain launches of a Hopper backward compile: before its kernel, after it, sums of parts."""
 
 from __future__ import annotations
 

@@ -297,9 +297,9 @@ def any_shares() -> Iterator[None]:
 
 def drawn_shares(p: Problem, *_: Any) -> int:
     """Return one of the numbers of shares that a problem may have, by its sizes."""
-    from rowmax.gpu.hopper.backward_shares import possible_shares
+    from rowmax.gpu.hopper.backward_shares import shares_to_choose
 
-    possible = possible_shares(p)
+    possible = shares_to_choose(p)
     return possible[(p.total_q + p.total_k + p.d // 8) % len(possible)]
 
 

@@ -66,7 +66,7 @@ def test_shares_divide_a_group_and_no_other_number_takes_less_time() -> None:
         found = chosen(p)
         assert p.group % found == 0
         tile = next(tile for tile in tiles.tiles_of(p, False) if not tile.QUERIES_RESIDENT)
-        times = {n: shares._time(p, tile, n, 132) for n in shares.possible_shares(p)}
+        times = {n: shares._time(p, tile, n, 132) for n in shares.shares_to_choose(p)}
         assert times[found] == min(times.values())
         several += found > 1
     assert 10 < several < 60

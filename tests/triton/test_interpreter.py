@@ -44,7 +44,9 @@ forward = importlib.import_module("rowmax.gpu.triton.forward")
 compiled = importlib.import_module("rowmax.gpu.compiled")
 launch = importlib.import_module("rowmax.gpu.launch")
 preprocess = importlib.import_module("rowmax.gpu.preprocess")
+shares = importlib.import_module("rowmax.gpu.shares")
 tiles = importlib.import_module("rowmax.gpu.tiles")
+ADDED = importlib.import_module("rowmax.gpu.triton.key_parts").add_parts_kernel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the interpreter's own, of numpy
@@ -275,6 +277,46 @@ def test_bias_that_is_shared(case: Case, bias: str, sizes: tuple[int, int]) -> N
     d, dv = sizes
     nq = case.nq if case.nq != 150 else 100
     _check(replace(case, nq=nq, hq=4, hk=2, d=d, dv=dv, bias=bias), torch.float16)
+
+
+#: what the programs that share a tile of keys store, each for its heads
+OF_SHARES = [
+    *SHARED[:3],
+    Case("lengths", b=4, lengths=(0.3, 1.0, 0.0, 0.6), dropout=0.2, causal=True),
+    Case("documents", b=3, documents="batched", alibi=True, bias="bhqk"),
+    Case("column-sums", bias="1h1k", causal=True),
+    Case("mask", allowed="bhqk", empty_rows=True, sink=True),
+    SHARED[-2],
+    Case("wide", nq=70, d=144, dv=200, softcap=1.5),
+]
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (12, 2)], ids=str)
+@pytest.mark.parametrize("case", OF_SHARES, ids=str)
+def test_shares_of_a_group(
+    case: Case, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs share a tile of keys, or as many as there are heads."""
+    hq, hk = heads
+    count = hq // hk if hk == 1 else 2
+    monkeypatch.setattr(launch, "shares_of", lambda *_: count)
+    nq = case.nq if case.nq != 150 else 80
+    _check(replace(case, nq=nq, hq=hq, hk=hk, b=min(case.b, 3)), torch.float16)
+    parts = {job.numbers.parts for job in launch._jobs.values() if job.kernel is ADDED}
+    assert parts == {count}
+
+
+def test_number_of_shares() -> None:
+    def count(block_k: int = 64, **case: Any) -> int:
+        return shares.shares_of(make(Case("", **case)).problem()[0], block_k)
+
+    assert count(b=1, nq=2048, hq=8, hk=1) == 8
+    assert count(b=1, nq=2048, hq=32, hk=8) == 1  # 256 tiles
+    assert count(128, b=1, nq=2048, hq=32, hk=8) == 2
+    assert count(b=1, nq=256, nk=2048, hq=12, hk=1) == 6  # 512 queries each
+    assert count(b=1, nq=100, hq=4, hk=1) == 1
+    assert count(b=1, nq=1024, hq=6, hk=6) == 1
+    assert count(sequences=((1024, 900), (1024, 1148)), hq=6, hk=2) == 6 // 2
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -85,7 +85,7 @@ class Pointers(NamedTuple):
     dtbias_cols: Any = None
     dtsink: Any = None
     dtheads: Any = None
-    dk_parts: Any = None  # float32 [parts, B, Nk, Hk, D], dK of a part of the queries
+    dk_parts: Any = None  # float32 [parts, B, Nk, Hk, D], dK of a part of the queries or heads
     dv_parts: Any = None
     part_out: Any = None  # float32 [parts, B, Hq, Nq, Dv], O of a part of the keys
     part_rows: Any = None  # float32 [parts, 2, B, Hq, Nq], m and l of a part
@@ -165,7 +165,7 @@ class Numbers(NamedTuple):
     allowed: Any = None
     q_ids: Any = None  # strides of the batch
     k_ids: Any = None
-    parts: Any = None  # the number of parts of a tile's keys
+    parts: Any = None  # the number of parts of a tile's keys, or of the heads that read it
     # one of these is None: triton 3.6 loses the constants of a record within this one, in a loop,
     # unless a constant of this one follows
     states: Any = None  # Pairs of tiles

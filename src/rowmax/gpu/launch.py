@@ -17,6 +17,7 @@ from . import kernel_args
 from .compiled import Launch, runs
 from .kernel_args import Config, Numbers, Pointers, constant, prepared, strided
 from .parts import parts_of
+from .shares import shares_of
 from .tile_lists import tile_lists_kernel
 from .tile_maps import list_sizes, listed, tile_pointers, tile_strides
 from .tiles import Tiles, columns, kind_of, smaller, tiles_for
@@ -50,6 +51,8 @@ class JobSpec(NamedTuple):
     lists: bool = True
     #: tiles of a program
     together: int = 1
+    #: programs may share the query heads of a tile of keys
+    shared: bool = False
 
 
 class Job:
@@ -95,6 +98,9 @@ def build_job(
     count, heads = grid_of(problem, tiles, resident)
     together = heads_together(problem, resident) if spec.alternate else 1
     shares = tiles.parts or (parts_of(problem) if resident == "groups" else None)
+    if spec.shared:
+        several = tiles.parts or shares_of(problem, tiles.block_k)
+        shares = several if several > 1 else None
     terms, bias_batch, constants = kernel_args.pair_strides(tensors, given.get("tbias")), None, {}
     if resident == "rows":
         constants["PACKED"] = False
@@ -117,7 +123,8 @@ def build_job(
     )
     precision = kernel_args.precision_of(tensors)
     config = kernel_args.config(problem, tiles, precision, **constants)
-    programs = count * heads * (shares or 1 if resident in ("groups", "heads") else 1)
+    divided = spec.shared or resident in ("groups", "heads")
+    programs = count * heads * (shares or 1 if divided else 1)
     programs, lists = -(-programs // spec.together), None
     if numbers.order is not None:
         of_lists = list_sizes(problem, tensors, tiles, resident)

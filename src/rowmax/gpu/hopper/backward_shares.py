@@ -11,6 +11,7 @@ So after the first head of a group they are at different queries, and more of th
 from __future__ import annotations
 
 from ...call.problem import Problem
+from ..shares import possible_shares
 from .backward_tiles import COMPLETE_D, Config, FusedConfig
 from .lib.order import OVERHEAD, last_end, touched_tile_count
 
@@ -27,16 +28,14 @@ LEAST_SAVED = 1.02
 MANY_TILES = 16
 
 
-def possible_shares(p: Problem) -> list[int]:
+def shares_to_choose(p: Problem) -> list[int]:
     """Return the numbers of shares that a backward may have. A bias has its gradient by groups."""
-    if p.bias is not None:
-        return [1]
-    return [n for n in range(1, p.group + 1) if p.group % n == 0]
+    return [1] if p.bias is not None else possible_shares(p)
 
 
 def shares_of(p: Problem, tile: Config, most: int) -> int:
     """Return the number of shares of a group, on ``most`` processors; ``tile`` is one of keys."""
-    possible = possible_shares(p)
+    possible = shares_to_choose(p)
     if len(possible) == 1:
         return 1
     return min(possible, key=lambda shares: _time(p, tile, shares, most))

@@ -2,9 +2,10 @@
 
 With a bias the weights of rows whose lse is far from 0 are summed before (``preprocess.py``).
 
-No sum has more than one program, so that every gradient is bitwise the same from run to run. The
-gradient of a bias that broadcasts is a sum. The kernels that stream queries or keys sum over them.
-A kernel of its own, or torch on O(N) partial sums, sums over the batch and heads.
+Programs that share a sum store parts, which are added in order (``key_parts.py``). So every
+gradient is bitwise the same from run to run. The gradient of a bias that broadcasts is a sum. The
+kernels that stream queries or keys sum over them. A kernel of its own, or torch on O(N) partial
+sums, sums over the batch and heads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .backward_dbias import DBIAS
 from .backward_dheads import DHEADS
 from .backward_dkdv import DK, DKDV, DV
 from .backward_dq import DQ
+from .key_parts import launch_in_parts
 
 
 class Given(NamedTuple):
@@ -104,10 +106,11 @@ def key_gradients(given: Given, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor
         for name, t in (("k", tensors.k), ("v", tensors.v))
     )
     if dk.numel() and max(problem.d, problem.dv) > BOTH_UP_TO:
-        launch(DK, problem, tensors, tiles, {**read, "dk": dk, **sums})
-        launch(DV, problem, tensors, tiles, {**read, "dv": dv})
+        launch_in_parts(DK, problem, tensors, tiles, {**read, "dk": dk, **sums}, read["delta"])
+        launch_in_parts(DV, problem, tensors, tiles, {**read, "dv": dv}, read["delta"])
     elif dk.numel():
-        launch(DKDV, problem, tensors, tiles, {**read, "dk": dk, "dv": dv, **sums})
+        made = {**read, "dk": dk, "dv": dv, **sums}
+        launch_in_parts(DKDV, problem, tensors, tiles, made, read["delta"])
     return dk, dv
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .. import lib, rules
 from ..launch import JobSpec
+from .key_parts import store_keys
 
 
 @triton.jit
@@ -142,12 +143,12 @@ def store_cols(x, cols, j0, num, cfg, place):
 
 
 @triton.jit
-def sum_over_group(tile, ptr, num, cfg, place):
-    """Return (dK, dV) of a tile over the heads of its group; store the sums over queries."""
+def sum_over_heads(tile, count, ptr, num, cfg, place):
+    """Return (dK, dV) of a tile over ``count`` heads; store the sums over queries."""
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
     j0 = tile * BLOCK_K
     k, v, dk, dv = resident_keys(tile, ptr, num, cfg, place)
-    for g in tl.range(0, cfg.GROUP, num_stages=1):
+    for g in tl.range(0, count, num_stages=1):
         here = at_head(place, place.head + g)
         plan = plan_queries(ptr, num, cfg, here, tile)
         cols = tl.zeros([BLOCK_K], tl.float32)
@@ -161,10 +162,10 @@ def sum_over_group(tile, ptr, num, cfg, place):
 
 
 @triton.jit
-def sum_each_over_group(tile, i0, i1, ptr, num, cfg, place):
-    """Return (dK, dV) of a tile over the queries in [i0, i1) of its group, those that see a key."""
+def sum_each_over_heads(tile, count, i0, i1, ptr, num, cfg, place):
+    """Return (dK, dV) of a tile over the queries in [i0, i1) of ``count`` heads, if they see it."""
     k, v, dk, dv = resident_keys(tile, ptr, num, cfg, place)
-    for g in tl.range(0, cfg.GROUP, num_stages=1):
+    for g in tl.range(0, count, num_stages=1):
         here = at_head(place, place.head + g)
         dk, dv = add_each_query(dk, dv, k, v, tile * cfg.BLOCK_K, i0, i1, ptr, num, cfg, here)
     return dk, dv
@@ -172,9 +173,14 @@ def sum_each_over_group(tile, i0, i1, ptr, num, cfg, place):
 
 @triton.jit(do_not_specialize=["num"])
 def backward_dkdv_kernel(ptr, num, cfg):
-    """Store dK and dV of one tile of keys of a kv head."""
+    """Store dK and dV of one tile of keys of a kv head, or of a share of its query heads."""
     HK: tl.constexpr = cfg.HQ // cfg.GROUP
     tile, head = lib.tile_and_head(num)
+    part, count = 0, cfg.GROUP
+    if num.parts is not None:
+        part = head % num.parts
+        head = head // num.parts
+        count = cfg.GROUP // num.parts
     b = head // HK
     if cfg.PACKED:
         b, tile = lib.sequence_of_slot(ptr.cu_k, tile, num.batch, num.total_k, cfg.BLOCK_K)
@@ -182,19 +188,19 @@ def backward_dkdv_kernel(ptr, num, cfg):
     j0 = tile * cfg.BLOCK_K
     if j0 >= sizes.nk:
         return
-    place = lib.place_of(ptr, num, cfg, b, head % HK * cfg.GROUP, sizes)
-    dk, dv = sum_over_group(tile, ptr, num, cfg, place)
+    place = lib.place_of(ptr, num, cfg, b, head % HK * cfg.GROUP + part * count, sizes)
+    dk, dv = sum_over_heads(tile, count, ptr, num, cfg, place)
     if cfg.MASKS:
         if lib.has_nan(dk) | lib.has_nan(dv):
             # K and V are loaded again: kept until here, they would take registers from the loop
-            dk, dv = sum_each_over_group(tile, 0, place.nq, ptr, num, cfg, place)
-    lib.store_keys(ptr.dk, num.dk, dk, j0, cfg, place, num.scale)
+            dk, dv = sum_each_over_heads(tile, count, 0, place.nq, ptr, num, cfg, place)
+    store_keys(ptr.dk, ptr.dk_parts, num.dk, dk * num.scale, j0, part, num, cfg, place)
     if ptr.seed is not None:
         dv = dv * num.keep_scale
-    lib.store_keys(ptr.dv, num.dv, dv, j0, cfg, place)
+    store_keys(ptr.dv, ptr.dv_parts, num.dv, dv, j0, part, num, cfg, place)
 
 
 DKDV, DK, DV = (
-    JobSpec(name, backward_dkdv_kernel, "keys", ("dout", "dk", "dv"), alternate=True)
+    JobSpec(name, backward_dkdv_kernel, "keys", ("dout", "dk", "dv"), alternate=True, shared=True)
     for name in ("dkdv", "dk", "dv")
 )

@@ -20,13 +20,11 @@ from torch import Tensor
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from .. import lib, preprocess, rules
 from ..kernel_args import aligned, prepared
-from ..launch import Job, JobSpec, launch
+from ..launch import JobSpec
 from ..tiles import Tiles
-from .backward_dkdv import at_head, sum_each_over_group
+from .backward_dkdv import at_head, sum_each_over_heads
 from .backward_dq import add_each_key, load_queries
-
-#: keys of a program of the second kernel
-ADDED_KEYS = 16
+from .key_parts import launch_in_parts, store_keys
 
 
 @triton.jit
@@ -117,22 +115,6 @@ def store_each_dq(first, count, ptr, num, cfg, place):
         lib.store_queries(ptr.dq, num.dq, dq, i0, cfg, here, num.scale)
 
 
-@triton.jit
-def store_keys(x, part_sums, matrix, value, part, num, cfg, place):
-    """Store a gradient of the keys, or a part of it in ``part_sums``."""
-    if part_sums is None:
-        lib.store_keys(x, matrix, value, 0, cfg, place)
-    else:
-        to = part_sums + part_start(part, matrix, num, cfg)
-        lib.store_keys(to, matrix, value, 0, cfg, place)
-
-
-@triton.jit
-def part_start(part, matrix, num, cfg):
-    """Return the first element of a part of a gradient ``[parts, B, Nk, Hk, D]``."""
-    return tl.cast(part, tl.int64) * num.batch * num.total_k * (cfg.HQ // cfg.GROUP * matrix.D)
-
-
 @triton.jit(do_not_specialize=["num"])
 def short_kernel(ptr, num, cfg):
     """Store dQ of a part of the queries of a kv head's group, and dK and dV of these queries."""
@@ -159,40 +141,14 @@ def short_kernel(ptr, num, cfg):
         if lib.has_nan(dk) | lib.has_nan(dv):
             i0 = first * cfg.BLOCK_Q
             i1 = tl.minimum(i0 + count * cfg.BLOCK_Q, place.nq)
-            dk, dv = sum_each_over_group(0, i0, i1, ptr, num, cfg, place)
+            dk, dv = sum_each_over_heads(0, cfg.GROUP, i0, i1, ptr, num, cfg, place)
     if ptr.seed is not None:
         dv = dv * num.keep_scale
-    store_keys(ptr.dk, ptr.dk_parts, num.dk, dk * num.scale, part, num, cfg, place)
-    store_keys(ptr.dv, ptr.dv_parts, num.dv, dv, part, num, cfg, place)
-
-
-@triton.jit
-def add_parts(x, parts, matrix, j0, num, cfg, place):
-    """Store the sum of the parts of a gradient of a tile of keys, in their order."""
-    total = tl.zeros([cfg.BLOCK_K, matrix.BLOCK_D], tl.float32)
-    for part in tl.range(0, num.parts):
-        at = lib.keys(parts + part_start(part, matrix, num, cfg), matrix, cfg, place)
-        total += lib.load_tile(at, matrix, j0, place.nk, cfg.BLOCK_K, True)
-    lib.store_keys(x, matrix, total, j0, cfg, place)
-
-
-@triton.jit(do_not_specialize=["num"])
-def add_parts_kernel(ptr, num, cfg):
-    """Store dK and dV of a tile of keys of a kv head from their parts."""
-    HK: tl.constexpr = cfg.HQ // cfg.GROUP
-    tile = tl.program_id(0) % num.tiles
-    head = tl.program_id(0) // num.tiles
-    kv = head % HK
-    place = lib.Place(
-        head // HK, kv * cfg.GROUP, kv, 0, 0, 0, num.total_k, num.total_k, 0, 0
-    )  # fmt: skip
-    j0 = tile * cfg.BLOCK_K
-    add_parts(ptr.dk, ptr.dk_parts, num.dk, j0, num, cfg, place)
-    add_parts(ptr.dv, ptr.dv_parts, num.dv, j0, num, cfg, place)
+    store_keys(ptr.dk, ptr.dk_parts, num.dk, dk * num.scale, 0, part, num, cfg, place)
+    store_keys(ptr.dv, ptr.dv_parts, num.dv, dv, 0, part, num, cfg, place)
 
 
 SHORT = JobSpec("short", short_kernel, "heads", ("out", "dout", "dq", "dk", "dv"), lists=False)
-ADD_PARTS = JobSpec("add_parts", add_parts_kernel, "keys", ("dk", "dv"), lists=False)
 
 
 def backward(
@@ -224,18 +180,5 @@ def backward(
         "dk": dk,
         "dv": dv,
     }
-
-    def parts(job: Job) -> dict[str, Tensor]:
-        count = job.numbers.parts
-        if count == 1:
-            return {}
-        both = lse.new_empty(count * (k.numel() + v.numel()))
-        return {"dk_parts": both[: count * k.numel()], "dv_parts": both[count * k.numel() :]}
-
-    ptr = launch(SHORT, problem, tensors, tiles, made, parts)
-    if ptr.dk_parts is not None:
-        count = ptr.dk_parts.numel() // k.numel()
-        add = Tiles(16, ADDED_KEYS, 4, 2, parts=count)
-        of_keys = {"dk": dk, "dv": dv, "dk_parts": ptr.dk_parts, "dv_parts": ptr.dv_parts}
-        launch(ADD_PARTS, problem, tensors, add, of_keys)
+    launch_in_parts(SHORT, problem, tensors, tiles, made, lse)
     return Gradients(dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None)
