@@ -279,7 +279,7 @@ def test_bias_that_is_shared(case: Case, bias: str, sizes: tuple[int, int]) -> N
     _check(replace(case, nq=nq, hq=4, hk=2, d=d, dv=dv, bias=bias), torch.float16)
 
 
-#: what the programs that share a tile of keys store, each for its heads
+#: masks and terms of calls whose programs share a tile of keys
 OF_SHARES = [
     *SHARED[:3],
     Case("lengths", b=4, lengths=(0.3, 1.0, 0.0, 0.6), dropout=0.2, causal=True),
