@@ -291,16 +291,29 @@ def whole_groups() -> Iterator[None]:
 @contextmanager
 def any_shares() -> Iterator[None]:
     """Compute backwards in which a group has any number of shares that it may have."""
-    with _shares(drawn_shares):
-        yield
+    from rowmax.gpu import launch, shares
+
+    launch._jobs.clear()
+    try:
+        with (
+            _shares(drawn_shares),
+            mock.patch.object(launch, "shares_of", lambda p, _: _drawn(p, shares.possible_shares)),
+        ):
+            yield
+    finally:
+        launch._jobs.clear()
 
 
 def drawn_shares(p: Problem, *_: Any) -> int:
-    """Return one of the numbers of shares that a problem may have, by its sizes."""
+    """Return one of the numbers of shares that a problem may have on Hopper, by its sizes."""
     from rowmax.gpu.hopper.backward_shares import shares_to_choose
 
-    possible = shares_to_choose(p)
-    return possible[(p.total_q + p.total_k + p.d // 8) % len(possible)]
+    return _drawn(p, shares_to_choose)
+
+
+def _drawn(p: Problem, possible: Callable[[Problem], list[int]]) -> int:
+    numbers = possible(p)
+    return numbers[(p.total_q + p.total_k + p.d // 8) % len(numbers)]
 
 
 @contextmanager

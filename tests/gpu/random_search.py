@@ -333,12 +333,14 @@ def groups_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     Raises:
         RefusedError: no group has several shares.
     """
+    from rowmax.gpu import launch
     from rowmax.gpu.hopper import backward_plan
     from tests.gpu.hopper_direct import any_shares
 
     with any_shares():
         found = wrong(drawn, backend, device)
         shares = [plan.shares for plan in backward_plan.PLANS.values()]
+        shares += [job.numbers.parts or 1 for job in launch._jobs.values()]
     if not found and max(shares, default=1) == 1:
         raise RefusedError("no group has several shares")
     return found
