@@ -176,6 +176,17 @@ def test_figures_of_the_gpu_are_those_of_the_results(what: str) -> None:
     assert re.search(rf"On an H100 .*?{mean:.2f} \(least {least:.3f}\)", text)
 
 
+def test_figures_of_few_kv_heads_are_those_of_the_results() -> None:
+    tflops = speeds("group_shares.csv", "backward")
+    text = " ".join(README.split())
+    for cell, words in (
+        ("D128 N16384 causal, H32, kv heads 4", "32 heads on 4, N 16384,"),
+        ("D128 N2048 causal, H8, kv heads 1", "8 heads on 1, one sequence of 2048,"),
+    ):
+        ours, *peers = (round(float(tflops[cell, by])) for by in ("rowmax", "fa4", "cudnn"))
+        assert f"{words} {ours} ({', '.join(map(str, peers))})" in text
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_figures_of_the_cpu_are_those_of_the_results(d: int) -> None:
     ratios = {
