@@ -64,7 +64,7 @@ def _time(p: Problem, tile: Config, shares: int, most: int) -> float:
 
 def _crowding(p: Problem, tile: Config, heads: int) -> float:
     """Return the time of a step of a share of ``heads`` heads over that of one head."""
-    falls = p.right is not None and p.left is None and not p.deterministic
+    falls = p.right is not None and p.left is None and not (p.deterministic or p.documents)
     if not falls or not isinstance(tile, FusedConfig) or tile.D <= COMPLETE_D:
         return 1.0
     return next((time for most, time in CROWDED if heads > most), 1.0)
