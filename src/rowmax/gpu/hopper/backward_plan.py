@@ -161,7 +161,7 @@ def build_plan(
         by_keys = [tile for tile in tiles_of(p, False) if not tile.QUERIES_RESIDENT]
         shares = shares_of(p, by_keys[0], processors(tensors.q.device))
     of_shares = sum_of_shares(p, shares) if shares > 1 else None
-    call, p = p, p._replace(hk=shares * p.hk)
+    p = p._replace(hk=shares * p.hk)
     tiles = tiles or tiles_of(p, kind_of(p) == "tile")
     assert not (dbias and refused_gradient(p))
     by = gradient_by(p) if dbias else ""
@@ -179,12 +179,7 @@ def build_plan(
     sections = []
     if fused is not None and fused.COMPLETE:
         sections = complete_sections(p, fused, processors(tensors.q.device))
-    works = tuple(
-        build_work(
-            call if c.QUERIES_RESIDENT else p, c, tensors, dout, planes, rows, sections=sections
-        )
-        for c in configs
-    )
+    works = tuple(build_work(p, c, tensors, dout, planes, rows, sections=sections) for c in configs)
     row_tiles = rows // ROW_TILE
     grid = planes * row_tiles, 1, 1
     zeroed = sections[0] * p.group if sections else planes
@@ -316,10 +311,13 @@ def build_work(
 ) -> Work:
     """Return the launch of a kernel; ``planes`` and ``rows`` are those of lse and delta.
 
-    ``sections`` are those of ``complete_sections``.
+    ``p`` has a kv head for each share. ``sections`` are those of ``complete_sections``.
     """
     of_queries = c.QUERIES_RESIDENT
-    shares = 1 if of_queries else p.hk // tensors.k.shape[2]
+    kv_heads = tensors.k.shape[2]
+    shares = 1 if of_queries else p.hk // kv_heads
+    if of_queries:  # a query reads the keys of a whole group
+        p = p._replace(hk=kv_heads)
     programs, table, ends = order_for(p, c, tensors.q.device, parts, sections)
     ids = (tensors.q_ids, tensors.k_ids)
     each = (0, 0) if p.bias is None else (int(size > 1) for size in p.bias[:2])
@@ -337,7 +335,7 @@ def build_work(
         p.scale,
         p.hq,
         1 if of_queries else p.group,
-        p.hq // tensors.k.shape[2],
+        p.hq // kv_heads,
         *bias_strides(tensors.bias if kind_of(p) == "tile" else None),
         None if p.positions is None else p.positions.shift,
         parts if parts > 1 else None,
