@@ -14,6 +14,7 @@ from rowmax.call.problem import Problem
 from rowmax.testing import Case
 from tests import drawn
 
+plans = importlib.import_module("rowmax.gpu.hopper.backward_plan")
 shares = importlib.import_module("rowmax.gpu.hopper.backward_shares")
 tiles = importlib.import_module("rowmax.gpu.hopper.backward_tiles")
 
@@ -49,6 +50,14 @@ def test_long_groups_under_a_diagonal_are_divided() -> None:
     assert chosen(problem(**long, causal=True)) == 4
     assert chosen(problem(**long, causal=True, deterministic=True)) == 1
     assert chosen(problem(**long)) == 1
+
+
+def test_explain_states_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "processors", lambda _: 132)
+    few = problem(b=1, nq=8192, hq=8, hk=1, d=128, causal=True)
+    note = "8 query heads of a kv head in 4 shares, parts that a launch adds"
+    assert plans.note_of_shares(few) == note
+    assert plans.note_of_shares(problem(b=8, nq=2048, hq=8, hk=8, d=128)) is None
 
 
 def test_shares_divide_a_group_and_no_other_number_takes_less_time() -> None:

@@ -279,3 +279,7 @@ def test_sentences_of_explain(hopper_device: None, monkeypatch: pytest.MonkeyPat
     assert triton_backend.notes(problem(**SMALL), "backward") == [note]
     parts = f"{note}, in 4 parts that a second launch adds"
     assert triton_backend.notes(problem(**CROSS), "backward") == [parts]
+    few = problem(b=1, nq=2048, hq=8, hk=1)._replace(device="cpu")
+    note = "8 query heads of a kv head in 8 shares, parts that a launch adds"
+    assert triton_backend.notes(few, "backward") == [note]
+    assert triton_backend.notes(few, "forward") == []

@@ -21,6 +21,13 @@ def possible_shares(p: Problem) -> list[int]:
     return [n for n in range(1, p.group + 1) if p.group % n == 0]
 
 
+def note(p: Problem, shares: int) -> str | None:
+    """Return the sentence that ``explain`` adds to a backward with this number of shares."""
+    if shares == 1:
+        return None
+    return f"{p.group} query heads of a kv head in {shares} shares, parts that a launch adds"
+
+
 def shares_of(p: Problem, block_k: int) -> int:
     """Return the number of shares of a group, for tiles of ``block_k`` keys."""
     tiles = p.hk * -(-p.total_k // block_k) * (1 if p.varlen else p.batch)

@@ -91,6 +91,10 @@ def notes(problem: Problem, call: str) -> list[str]:
     if call == "forward":
         of_forward = host.note_of_tile, host.note_of_heads, host.note_of_maxima
         found = [*(note(problem) for note in of_forward), *found]
+    elif call == "backward":
+        from .backward_plan import note_of_shares
+
+        found = [note_of_shares(problem), *found]
     return [text for text in found if text]
 
 

@@ -18,6 +18,7 @@ from ...call.problem import Problem, Tensors
 from ...rules.softmax import LOG2E
 from ..compiled import Launch
 from ..kept import Plans
+from ..shares import note
 from . import packed, row_stats
 from .backward_args import (
     Numbers,
@@ -158,8 +159,7 @@ def build_plan(
 ) -> Plan:
     """Return the plan of a problem; with other tiles, shares and constants to measure those."""
     if shares is None:
-        by_keys = [tile for tile in tiles_of(p, False) if not tile.QUERIES_RESIDENT]
-        shares = shares_of(p, by_keys[0], processors(tensors.q.device))
+        shares = chosen_shares(p, tensors.q.device)
     of_shares = sum_of_shares(p, shares) if shares > 1 else None
     p = p._replace(hk=shares * p.hk)
     tiles = tiles or tiles_of(p, kind_of(p) == "tile")
@@ -286,6 +286,19 @@ def sum_of_parts(parts: int, size: int, other: int = 0) -> Launch:
     last = (PartNumbers(size, parts, other), gl.constexpr(block))
     grid = (-(-max(size, other) // block), 1 + (other > 0), 1)
     return Launch(sum_parts, grid, _FOLLOWS, last)
+
+
+def chosen_shares(p: Problem, device: torch.device) -> int:
+    """Return the number of shares of a group (``backward_shares.py``)."""
+    if p.group == 1:
+        return 1
+    tile = next(tile for tile in tiles_of(p, False) if not tile.QUERIES_RESIDENT)
+    return shares_of(p, tile, processors(device))
+
+
+def note_of_shares(p: Problem) -> str | None:
+    """Return a sentence about the shares of a group, if there are several."""
+    return note(p, chosen_shares(p, torch.device(p.device, p.device_index)))
 
 
 def sum_of_shares(p: Problem, shares: int) -> Launch:

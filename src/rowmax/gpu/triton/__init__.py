@@ -7,7 +7,7 @@ import torch
 from ...call.dispatch import SECOND_ORDER, Limit, beyond
 from ...call.inputs import HEAD_TERMS
 from ...call.problem import Problem
-from .. import assembler, parts, short_keys
+from .. import assembler, parts, shares, short_keys, tiles
 from ..ahead import compile_ahead
 from ..replay import record
 from .backward import backward
@@ -79,6 +79,13 @@ def supports(problem: Problem, call: str) -> str | None:
     return refused
 
 
+def _note_of_shares(problem: Problem) -> str | None:
+    device = torch.device(problem.device, problem.device_index)
+    job = "dk" if max(problem.d, problem.dv) > tiles.BOTH_UP_TO else "dkdv"
+    block_k = tiles.tiles_for(job, problem, device).block_k
+    return shares.note(problem, shares.shares_of(problem, block_k))
+
+
 def notes(problem: Problem, call: str) -> list[str]:
     """Return the sentences that ``explain`` adds to a job of this backend."""
     found = []
@@ -89,6 +96,8 @@ def notes(problem: Problem, call: str) -> list[str]:
     if shape is not None:
         more = f", in {shape.parts} parts that a second launch adds" if shape.parts > 1 else ""
         found.append("few keys: one program a kv head" + more)
+    elif call == "backward" and (text := _note_of_shares(problem)):
+        found.append(text)
     text = assembler.note(problem.device_index) if problem.device == "cuda" else None
     if text is None:
         return found

@@ -1,4 +1,4 @@
-"""The backward: Delta, then dK and dV, then dQ, each written once by one program.
+"""The backward: Delta, then dK and dV, then dQ, each written once.
 
 With a bias the weights of rows whose lse is far from 0 are summed before (``preprocess.py``).
 

@@ -3,8 +3,9 @@
 
 ``dV_j = sum_i P_ij R_ij dO_i`` and ``dK_j = scale sum_i dX_ij q_i``. Scores are held with keys down
 and queries across, so that P and dS are left operands without a transpose. There are no atomics:
-one program computes its rows, in one order. A launch computes both, or one where ``ptr.dk`` or
-``ptr.dv`` is None: a wide head has no registers for both sums.
+one program computes its rows, in one order, or each share of a group has one and stores a part
+(``key_parts.py``). A launch computes both, or one where ``ptr.dk`` or ``ptr.dv`` is None: a wide
+head has no registers for both sums.
 """
 
 from __future__ import annotations
