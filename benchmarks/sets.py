@@ -18,6 +18,18 @@ SETS: dict[str, tuple[str, ...]] = {
         f"d=128 causal=1 packed={'+'.join(['2048'] * 16)}|{_CUTS}",
         f"d=128 hq=32 hk=8 causal=1 packed={'+'.join(['2048'] * 8)}|8192+8192",
     ),
+    # query heads that share keys: long groups under a diagonal, and few tiles of keys
+    "groups": (
+        "d=128 hq=32 hk=4|8 n=2048|4096|8192|16384 causal=1",
+        "d=128 hq=24 hk=3 n=4096|16384 causal=1",
+        "d=128 hq=16 hk=4 b=1 n=2048 causal=1",
+        "d=64|128|256 hq=8 hk=1 b=1 n=2048|8192 causal=0|1",
+    ),
+    # a part of a long prompt: more queries than are few, of all keys so far
+    "prefill": (
+        "d=128 hq=8 hk=1 b=1 nq=256|512|2048 n=8192|65536 causal=1",
+        "d=128 hq=32 hk=8 b=1 nq=128|512|2048 n=8192|65536 causal=1",
+    ),
     # biases of each pair, shared by sequences, of each key, of each query, with short sequences
     "bias": (
         "n=4096 d=128 b=1 bias=1hqk dbias=0|1",
