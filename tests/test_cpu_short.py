@@ -515,8 +515,9 @@ def test_biases_and_sinks_of_any_size(case: Case, nq: int, nk: int) -> None:
 
 
 def test_all_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> None:
-    def heads_of(**options: Any) -> list[int]:
-        problem, tensors = make(Case("order", **{"b": 4, "nq": 1, "nk": 2048, **options})).problem()
+    def heads_of(dtype: torch.dtype = torch.float32, **options: Any) -> list[int]:
+        case = Case("order", **{"b": 4, "nq": 1, "nk": 2048, **options})
+        problem, tensors = make(case, dtype=dtype).problem()
         call = Call(problem, tensors, in_place=True)
         with mock.patch.object(few_calls, "get_num_threads", return_value=4):
             return [few_calls.heads_of_task(call, way[0]) for way in few_calls.WAYS.values()]
@@ -524,7 +525,9 @@ def test_all_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> No
     assert heads_of(hq=8, d=64) == [8, 8]
     assert heads_of(hq=8, hk=4, d=64) == [1, 1]  # several rows hide the latency of memory
     assert heads_of(hq=8, d=64, nq=2) == [1, 1]
-    assert heads_of(hq=8, d=64, nk=200) == [1, 1]  # it stays in the caches
+    assert heads_of(hq=8, d=64, nk=50) == [1, 1]  # it stays in the caches
+    assert heads_of(torch.bfloat16, hq=8, d=64) == [1, 8]
+    assert heads_of(torch.bfloat16, hq=8, d=64, nk=8192) == [8, 8]
     assert heads_of(hq=8, d=64, layout="bhnd") == [1, 1]
     assert heads_of(hq=8, d=64, b=1, nk=1500) == [1, 1]  # tasks would be fewer than threads
 
@@ -632,7 +635,8 @@ def test_a_repeated_call_reads_its_own_mask(
     apart: int, nq: int, nk: int, terms: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a task has all heads. A repeated call makes no record."""
-    ways = {x: tuple(w._replace(apart=apart) for w in few_calls.WAYS[x]) for x in few_calls.WAYS}
+    both = (apart, apart)
+    ways = {x: tuple(w._replace(apart=both) for w in few_calls.WAYS[x]) for x in few_calls.WAYS}
     monkeypatch.setattr(few_calls, "WAYS", ways)
     for kept, name in ((dispatch, "_prepared"), (normalize, "_passed"), (recent.calls, "_kinds")):
         monkeypatch.setattr(kept, name, {})

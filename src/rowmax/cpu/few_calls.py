@@ -106,17 +106,18 @@ class Way(NamedTuple):
     kernel: Any
     passes: int  # over keys and values
     exact: bool = False
-    apart: int = 0  # bytes of keys and values from which a task has all kv heads
+    #: bytes of keys and values from which a task has all kv heads, in float32 and in 16 bits
+    apart: tuple[int, int] = (0, 0)
 
 
 #: the first that can is taken
 WAYS = {
     "forward": (
-        Way(_ANY + _FEW, few.few_forward, 1, apart=1 << 24),
+        Way(_ANY + _FEW, few.few_forward, 1, apart=(1 << 20, 1 << 25)),
         Way(_ANY + _SHORT, short.short_forward, 1, exact=True),
     ),
     "backward": (
-        Way(_ANY + _FEW, few.few_backward, 3, apart=1 << 22),
+        Way(_ANY + _FEW, few.few_backward, 3, apart=(1 << 20, 1 << 20)),
         Way(_ANY + _SHORT, short.short_backward, 3, exact=True),
     ),
 }
@@ -164,7 +165,7 @@ def heads_of_task(call: Call, way: Way) -> int:
         return 1
     if not apart or record["states"]["h"]:
         return 1
-    return p.hk if size >= way.apart else 1
+    return p.hk if size >= way.apart[p.dtype.itemsize < 4] else 1
 
 
 def chunks_of(p: Problem, way: Way) -> int:
