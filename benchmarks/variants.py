@@ -184,6 +184,7 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
         raise UnsupportedError("a launch alone with a bias whose gradient others share")
     dbias = torch.empty_like(tensors.bias) if plan.dbias else None
     made = Gradients(*(torch.empty_like(t) for t in tensors[:3]), dbias)
+    made = host.with_shares(plan, made, lse)
     rows = (out, lse, dout, None)
     if part == "rows":
         return lambda: host.prepare(plan, problem, tensors, rows, wanted, made) and None

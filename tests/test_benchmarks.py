@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks import variants
 from benchmarks.command import main
@@ -187,3 +189,26 @@ def test_a_cell_is_posed_with_its_terms() -> None:
     _, problem, dout = variants.posed(packed, inputs_of(packed, "cpu"))
     assert problem.varlen
     assert dout.shape == problem.out_shape == (1, 64, 2, 16)
+
+
+@pytest.mark.parametrize("part", ["", "fused"])
+def test_a_backward_with_a_change_is_launched(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches take the arguments that they are given, and shares have the memory they write."""
+    pytest.importorskip("triton.experimental.gluon")
+    host = import_module("rowmax.gpu.hopper.backward_host")
+    plans = import_module("rowmax.gpu.hopper.backward_plan")
+    hopper = import_module("rowmax.gpu.hopper")
+    monkeypatch.setattr(hopper, "forward", lambda p, t: (torch.empty_like(t.q), torch.empty(1)))
+    monkeypatch.setattr(plans, "processors", lambda _: 132)
+    row_pass = mock.create_autospec(host.prepare, return_value=(None, None))
+    launched = {name: mock.create_autospec(getattr(host, name)) for name in ("launch", "run")}
+    for name, function in (launched | {"prepare": row_pass}).items():
+        monkeypatch.setattr(host, name, function)
+    cell = Cell(n=300, d=128, b=1, hq=4, hk=1)
+    variants.hopper_backward(part, cell, inputs_of(cell, "cpu"), "SHARES=4")()
+    function = launched["run" if part else "launch"]
+    function.assert_called_once()
+    if part:
+        made = function.call_args.args[5]
+        assert made.k.numel() == 4 * 2 * 300 * 128
+        assert made.v.offset == 4 * 4 * 300 * 128

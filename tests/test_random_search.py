@@ -157,6 +157,14 @@ def test_a_packed_failure_is_made_small() -> None:
     assert not small.sink
 
 
+def test_every_kind_of_calls_has_a_name_and_a_check() -> None:
+    """A search of a kind without a name would end at its first report."""
+    kinds = set(random_search.NAMES) - {""}
+    assert kinds == set(random_search.CHECKS) >= set(random_search.DRAWS)
+    for kind in kinds:
+        assert random_search.arguments(["--device", "cpu", f"--{kind}"]).special == kind
+
+
 def test_calls_with_extreme_biases_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     job = random_search.Group(5, "float32", "torch", "cpu", 8, 20_000, "extremes")
     calls = [x for x in random_search.calls_of(job) if (x.case.nk or 0) >= extreme_bias.FEW_KEYS]

@@ -17,7 +17,7 @@ from . import kernel_args
 from .compiled import Launch, runs
 from .kernel_args import Config, Numbers, Pointers, constant, prepared, strided
 from .parts import parts_of
-from .shares import shares_of
+from .shares import possible_shares, shares_of
 from .tile_lists import tile_lists_kernel
 from .tile_maps import list_sizes, listed, tile_pointers, tile_strides
 from .tiles import Tiles, columns, kind_of, smaller, tiles_for
@@ -100,6 +100,7 @@ def build_job(
     shares = tiles.parts or (parts_of(problem) if resident == "groups" else None)
     if spec.shared:
         several = tiles.parts or shares_of(problem, tiles.block_k)
+        assert several in possible_shares(problem)
         shares = several if several > 1 else None
     terms, bias_batch, constants = kernel_args.pair_strides(tensors, given.get("tbias")), None, {}
     if resident == "rows":

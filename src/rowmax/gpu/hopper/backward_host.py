@@ -131,10 +131,7 @@ def launch(
         dk, dv = (q.new_empty(t.shape, dtype=dtype) for t in (tensors.k, tensors.v))
     if tensors.bias is not None:
         dbias = new_dbias(plan.dbias, problem, tensors.bias, lse)
-    made = Gradients(dq, dk, dv, dbias)
-    if plan.of_shares is not None and dk is not None and dv is not None:
-        shares = lse.new_empty(plan.shares * (dk.numel() + dv.numel()))
-        made = made._replace(k=shares, v=Span(shares, 4 * plan.shares * dk.numel()))
+    made = with_shares(plan, Gradients(dq, dk, dv, dbias), lse)
     t, dsink = prepare(plan, problem, tensors, (out, lse, dout, dlse), wanted, made)
     if t.scaled is not None:
         dout = t.scaled
@@ -157,13 +154,23 @@ def launch(
             lengths = None if lengths is None else lengths.contiguous()
             args = ProductPointers(dbias, tensors.k, dq, lengths)
         plan.after(args)
-    if plan.of_shares is not None and dk is not None and dv is not None:
+    needed = wanted.k or wanted.v
+    if plan.of_shares is not None and needed and dk is not None and dv is not None:
         plan.of_shares(PartPointers(made.k, dk, made.v, dv))
     if plan.total is not None:
         plan.total(PartPointers(parts, dbias))
     found = (dq, dk, dv)
     dq, dk, dv = (x if w else None for x, w in zip(found, wanted[:3], strict=True))
     return Gradients(dq, dk, dv, sum_dbias(dbias, tensors.bias), dsink)
+
+
+def with_shares(plan: Plan, made: Gradients, like: Tensor) -> Gradients:
+    """Return ``made``, with memory for the parts of dk and dv if a group has several shares."""
+    dk, dv = made.k, made.v
+    if plan.shares == 1 or dk is None or dv is None:
+        return made
+    shares = like.new_empty(plan.shares * (dk.numel() + dv.numel()))
+    return made._replace(k=shares, v=Span(shares, 4 * plan.shares * dk.numel()))
 
 
 def packed_orders(

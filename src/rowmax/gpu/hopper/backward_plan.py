@@ -30,7 +30,7 @@ from .backward_args import (
 )
 from .backward_bias import gradient_by, kind_of, refused_gradient
 from .backward_order import complete_table, counter_table, padded_rows
-from .backward_shares import shares_of
+from .backward_shares import shares_of, shares_to_choose
 from .backward_tiles import (
     DQ_OF_DBIAS,
     ROUNDED_TILES,
@@ -160,6 +160,7 @@ def build_plan(
     """Return the plan of a problem; with other tiles, shares and constants to measure those."""
     if shares is None:
         shares = chosen_shares(p, tensors.q.device)
+    assert shares in shares_to_choose(p)
     of_shares = sum_of_shares(p, shares) if shares > 1 else None
     p = p._replace(hk=shares * p.hk)
     tiles = tiles or tiles_of(p, kind_of(p) == "tile")
