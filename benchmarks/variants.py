@@ -111,33 +111,47 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any, torch.Tensor]:
 
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
     """Return the launch of the forward kernel with a change, its plan built before."""
-    plan, pointers, bases, out = _forward_launch(cell, x, change)
+    _, pointers, run, _ = _forward_launch(cell, x, change)
     if cell.packed or cell.documents:  # the counter of tiles begins at 0
-        return lambda: (plan.run(pointers(), bases), out)[1]
+        return lambda: run(pointers())
     made = pointers()
-    return lambda: (plan.run(made, bases), out)[1]
+    return lambda: run(made)
 
 
 def _forward_launch(cell: Cell, x: Inputs, change: str, **more: Any) -> tuple[Any, Any, Any, Any]:
-    """Return the plan of a change and of constants, what makes its pointers, bases, and out."""
-    from rowmax.gpu.hopper import host
+    """Return the plan of a change and of constants, what makes its pointers, what runs it, bases.
+
+    PARTS are those of the keys of a tile.
+    """
+    from rowmax.gpu.hopper import forward_parts, host
     from rowmax.gpu.hopper.tiles import tile_for
 
     tensors, problem, _ = posed(cell, x)
     q, k, v, bias = tensors[:4]
-    out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device=q.device)
-    path = host.bias_path(problem, bias)
-    tile, options = changed(tile_for(problem, path, host.processors(q.device)), change)
-    plan = host.build_plan(problem, tensors, out, tile, **options, **more)
+    out = q.new_empty(problem.out_shape)
+    lse = torch.empty(problem.lse_shape, device=q.device)
+    path, most = host.bias_path(problem, bias), host.processors(q.device)
+    usual = forward_parts.parts_of(problem, most)
+    _, options = changed(tile_for(problem, path, most), change)
+    parts = int(options.pop("PARTS", usual))
+    of_parts = forward_parts.tile_of_parts(problem)
+    tile, _ = changed(of_parts if parts > 1 else tile_for(problem, path, most), change)
+    plan = host.build_plan(problem, tensors, out, tile, parts, **options, **more)
     pointers = partial(host.pointers, plan, problem, tensors, out, lse)
-    return plan, pointers, host.bases(q, k, v, bias, out), out
+    bases = host.bases(q, k, v, bias, out)
+
+    def run(t: Any) -> torch.Tensor:
+        host.run(plan, problem, tensors, t, bases, (out, lse))
+        return out
+
+    return plan, pointers, run, bases
 
 
 def hopper_clocks(cell: Cell, x: Inputs, change: str, events: int) -> tuple[list[Any], float]:
     """Return the clocks of a forward's events (lib/clocks.py), and its milliseconds."""
     from rowmax.gpu.hopper.lib.clocks import USES
 
-    plan, pointers, bases, _ = _forward_launch(cell, x, change, CLOCKS=events)
+    plan, pointers, _, bases = _forward_launch(cell, x, change, CLOCKS=events)
     shape = (plan.tile.warpgroups + 1, USES.value, 8)
     clocks = torch.zeros(shape, dtype=torch.int32, device=x.q.device)
     pointers = pointers()._replace(clocks=clocks)

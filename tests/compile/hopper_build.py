@@ -117,12 +117,13 @@ def build(
     lags: bool = False,
     mends: bool = False,
     arriving: bool = False,
+    parts: int = 1,
 ) -> Built:
     """Return the kernel of this case on a GPU with as many processors as an H200.
 
     ``clocks``: the events whose clocks it stores. ``lags``: with a reference that lags, and scores
     added to a bias; ``mends``: the second kernel of that plan. ``arriving``: its keys arrive
-    while it runs.
+    while it runs. ``parts``: those of the keys of a tile.
     """
     problem, tensors = make(case, dtype=dtype).problem()
     out = torch.empty(problem.out_shape, dtype=dtype)
@@ -133,7 +134,7 @@ def build(
         words = torch.zeros(64, dtype=torch.int32)
         patch.setattr(host.packed, "order", lambda *_: host.packed.Order(*[words] * 5))
         patch.setattr(host, "spans_of", lambda *_: documents.Spans(*[words] * 4))
-        plan = host.build_plan(problem, tensors, out, CLOCKS=clocks, LAGS=lags)
+        plan = host.build_plan(problem, tensors, out, None, parts, CLOCKS=clocks, LAGS=lags)
         t = host.pointers(plan, problem, tensors, out, lse)
         t = t._replace(clocks=words if clocks else None)
         if arriving:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, product
@@ -311,7 +311,23 @@ def drawn_shares(p: Problem, *_: Any) -> int:
     return _drawn(p, shares_to_choose)
 
 
-def _drawn(p: Problem, possible: Callable[[Problem], list[int]]) -> int:
+@contextmanager
+def any_parts() -> Iterator[None]:
+    """Compute forwards whose tiles have any number of parts of keys that they may have."""
+    from rowmax.gpu.hopper import forward_parts, host
+
+    def drawn(p: Problem, most: int) -> int:
+        return _drawn(p, lambda p: forward_parts.parts_to_choose(p, most)[1:] or [1])
+
+    host._PLANS.clear()
+    try:
+        with mock.patch.object(host, "parts_of", drawn):
+            yield
+    finally:
+        host._PLANS.clear()
+
+
+def _drawn(p: Problem, possible: Callable[[Problem], Sequence[int]]) -> int:
     numbers = possible(p)
     return numbers[(p.total_q + p.total_k + p.d // 8) % len(numbers)]
 

@@ -5,6 +5,7 @@
     python -m tests.gpu.random_search --halves --dtype bfloat16,float16 --backend hopper
     python -m tests.gpu.random_search --lagging --dtype bfloat16 --backend hopper
     python -m tests.gpu.random_search --packed --dtype bfloat16,float16 --backend hopper
+    python -m tests.gpu.random_search --parts --dtype bfloat16,float16 --backend hopper
     python -m tests.gpu.random_search --extremes --minutes 4
     python -m tests.gpu.random_search --siblings --minutes 4
     python -m tests.gpu.random_search --shrink failures.txt --minutes 6
@@ -84,6 +85,7 @@ NAMES = {
     "groups": "random calls whose heads share keys",
     "extremes": "random calls with extreme biases",
     "siblings": "random calls between their siblings",
+    "parts": "random calls whose keys are split",
 }
 FAILURES = ("wrong", "fault", "unprepared", "errors")
 #: head sizes of ``--halves``; those up to 32 come with a bias that sequences or heads share
@@ -220,6 +222,18 @@ def with_groups(rng: random.Random, case: Case) -> Case:
     return replace(case, b=min(case.b, 2), hq=hq, hk=hk, bias=None)
 
 
+def with_parts(rng: random.Random, case: Case) -> Case:
+    """Return a case whose forward may split keys: few queries of many keys, without a bias."""
+    nq = rng.choice((1, 16, 130, rng.randint(1, 600)))
+    band = rng.choice(({}, {"causal": True}, {"left": rng.randint(1500, 3000), "right": 0}))
+    others = {"padding": None, "step": None, "documents": None, "sequences": None, "prefix": None}
+    values = {"left": None, "right": None, "causal": False, "align": "keys"} | band | others
+    hk = rng.choice((1, 1, 2))
+    sizes = {"b": min(case.b, 2), "hk": hk, "hq": hk * rng.choice((1, 2, 3, 4, 8))}
+    nk = nq + rng.randint(300, 4000)
+    return replace(case, nq=nq, nk=nk, bias=None, dropout=0.0, **sizes, **values)
+
+
 def with_extremes(rng: random.Random, case: Case) -> Case:
     """Return a case with a bias of each pair, and without what makes other scores large.
 
@@ -238,6 +252,7 @@ DRAWS = {
     "lagging": with_lagging,
     "packed": with_packed,
     "groups": with_groups,
+    "parts": with_parts,
     "extremes": with_extremes,
 }
 
@@ -346,6 +361,23 @@ def groups_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     return found
 
 
+def parts_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a call whose forward splits keys into any number of parts.
+
+    Raises:
+        RefusedError: no keys are split.
+    """
+    from rowmax.gpu.hopper import host
+    from tests.gpu.hopper_direct import any_parts
+
+    with any_parts():
+        found = wrong(drawn, backend, device)
+        parts = [plan.parts for plan in host._PLANS.values()]
+    if not found and max(parts, default=1) == 1:
+        raise RefusedError("no keys are split")
+    return found
+
+
 def siblings_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     """Return what is wrong with a call, between calls that differ from it in one thing each.
 
@@ -380,6 +412,7 @@ CHECKS = {
     "lagging": lagging_wrong,
     "packed": packed_wrong,
     "groups": groups_wrong,
+    "parts": parts_wrong,
     "extremes": extreme_wrong,
     "siblings": siblings_wrong,
 }
@@ -720,6 +753,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lagging", const="lagging", help="references that lag", **special)
     parser.add_argument("--packed", const="packed", help="packed, with late runs", **special)
     parser.add_argument("--groups", const="groups", help="heads that share keys", **special)
+    parser.add_argument("--parts", const="parts", help="forwards that split keys", **special)
     parser.add_argument("--extremes", const="extremes", help="extreme biases", **special)
     parser.add_argument("--siblings", const="siblings", help="calls that hardly differ", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")

@@ -9,6 +9,7 @@ as NaN; in float16, for numpy has no bfloat16.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # looks for triton, so before the machine takes its place
+from torch import Tensor
 
 from tests import emulator
 
@@ -24,10 +26,20 @@ emulator.install()
 
 from rowmax.call.dispatch import beyond  # noqa: E402
 from rowmax.call.inputs import Arrivals  # noqa: E402
-from rowmax.gpu.hopper import LIMITS, host, packed, takes_gap, tiles  # noqa: E402
+from rowmax.call.problem import Problem, Tensors  # noqa: E402
+from rowmax.gpu.hopper import (  # noqa: E402
+    LIMITS,
+    forward_parts,
+    host,
+    packed,
+    takes_gap,
+    tiles,
+)  # fmt: skip
+from rowmax.gpu.hopper.forward_lib import Pointers  # noqa: E402
 from rowmax.gpu.hopper.lib.tma import is_aligned  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from rowmax.rules.arrivals import ALL, Landing, table  # noqa: E402
+from rowmax.rules.softmax import LN2  # noqa: E402
 from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned, tagged  # noqa: E402
 from tests import gaps  # noqa: E402
 from tests.emulator.threads import run_later  # noqa: E402
@@ -93,8 +105,38 @@ def drawn_groups(count: int, seed: int) -> list[Case]:
     return found
 
 
+def drawn_parts(count: int, seed: int) -> list[Case]:
+    """Return random calls whose keys can be split: every query sees keys of several tiles."""
+    found, rng = [], random.Random(seed)
+    for n in range(count):
+        hk, d = rng.choice((1, 1, 2, 3)), rng.choice((32, 64, 80, 96, 128, 192, 256, 512))
+        nq = rng.choice((1, 3, 64, 65, rng.randint(1, 300)))
+        limits = rng.choice(({}, {"causal": True}, {"left": rng.randint(600, 900), "right": 0},
+                             {"left": 700, "right": rng.randint(0, 90)}))  # fmt: skip
+        lengths = tuple(rng.choice((0.0, 0.01, 0.3, 0.77, 1.0)) for _ in range(2))
+        found.append(
+            Case(
+                f"drawn-parts-{n}",
+                b=rng.choice((1, 2)),
+                nq=nq,
+                nk=nq + rng.randint(400, 1500),
+                hk=hk,
+                hq=hk * rng.choice((1, 2, 3, 4, 8)),
+                d=d,
+                dv=rng.choice((None, d)) if d != 192 else 128,
+                softcap=rng.choice((0.0, 0.0, 2.0)),
+                sink=rng.random() < 0.4,
+                alibi=rng.random() < 0.2,
+                lengths=lengths if rng.random() < 0.3 else None,
+                **limits,
+            )
+        )
+    return found
+
+
 MORE = [
     *drawn_pairs(40, 0),
+    *drawn_parts(40, 0),
     *drawn_groups(40, 0),
     *(
         Case(f"odd-{n}-{m}{'-causal' * causal}", b=1, nq=n, nk=m, hq=2, d=64, causal=causal)
@@ -205,10 +247,38 @@ def prepare(processors: int) -> None:
     host.processors = lambda _: processors
     host.spills = lambda *_: False  # nothing is compiled
     host.spans_of = document_spans.tables  # pyright: ignore  (the emulator has no such kernels)
+    host.merge_parts = merge_parts
+    host.parts_of = forward_parts.parts_of
     packed._CLEARING = 3  # each of few programs clears several parts
     host._PLANS.clear()
     torch.cuda.current_device = lambda: None  # pyright: ignore
     torch.cuda.is_current_stream_capturing = lambda: False
+
+
+def drawn_parts_of(p: Problem, most: int) -> int:
+    """Return some number of parts that a problem may have, above 1 if it may."""
+    possible = forward_parts.parts_to_choose(p, most)
+    return random.choice(possible[1:] or possible)
+
+
+def merge_parts(
+    problem: Problem, tensors: Tensors, t: Pointers, results: tuple[Tensor, Tensor]
+) -> None:
+    """Do what the kernel of ``merge.py`` does, whose own tests are those of few queries."""
+    out, lse = results
+    m, l = t.lse.view(2, -1, *lse.shape).double()
+    m = torch.where(l == 0.0, -math.inf, m * (1.0 if problem.natural else LN2))
+    if tensors.sink is not None:
+        of_sink = tensors.sink.double()[:, None].expand(lse.shape)[None]
+        m, l = torch.cat([m, of_sink]), torch.cat([l, torch.ones_like(of_sink)])
+    most = m.amax(0).nan_to_num(neginf=0.0)
+    weights = (m - most).exp()
+    total = (weights * l).sum(0)
+    weights = (weights / total)[: t.lse.shape[0] // 2].nan_to_num()
+    o = t.out.double().view(-1, *out.shape)
+    o = torch.where((l[: o.shape[0]] == 0.0).transpose(2, 3)[..., None], 0.0, o)
+    out.copy_((weights.transpose(2, 3)[..., None] * o).sum(0))
+    lse.copy_(most + total.log())
 
 
 def check(case: Case, seed: int) -> list[str]:
@@ -224,6 +294,9 @@ def check(case: Case, seed: int) -> list[str]:
     problem, tensors = make(case, dtype=torch.float16).problem()
     if beyond(LIMITS, problem):
         return ["refused"]
+    if case.name.startswith("drawn-parts"):
+        prepare(64)
+    host.parts_of = drawn_parts_of
     ref = dense.attention(problem, tensors, torch.float64)
     std = dense.attention(problem, tensors, problem.dtype)
     with poisoned():
@@ -232,6 +305,9 @@ def check(case: Case, seed: int) -> list[str]:
         plan.constants.config.STRIP for plan in host._PLANS.values()
     ):
         return ["no block keeps the bias"]
+    parted = any(plan.parts > 1 for plan in host._PLANS.values())
+    if case.name.startswith("drawn-parts") and not parted:
+        return ["no keys are split"]
     found = [
         complaint(name, *three, problem.dtype)
         for name, *three in zip(("out", "lse"), got, ref, std, strict=True)

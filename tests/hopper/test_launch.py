@@ -112,7 +112,7 @@ def test_a_dropped_plan_serves_the_call(module: Any, monkeypatch: pytest.MonkeyP
     if module is forward:
         key = forward.key_of(problem, tensors, q)
         monkeypatch.setattr(forward, "pointers", lambda plan, *_: done.append(plan))
-        plan = type("Plan", (), {"run": lambda *_: None})()
+        plan = type("Plan", (), {"run": lambda *_: None, "parts": 1})()
     else:
         key = backward.key_of(problem, tensors, q, False)
         monkeypatch.setattr(backward, "launch", lambda plan, *_: done.append(plan))

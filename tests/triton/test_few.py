@@ -70,6 +70,15 @@ def test_float32(case: Case, split: Split) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("count", [2, 70])
+def test_programs_that_merge_share_wide_rows(count: int, split: Split) -> None:
+    """Each stores some columns; of many parts it reads some at once."""
+    split(count, block_k=16)
+    case = Case("wide", b=2, nq=3, nk=90, hq=4, hk=2, d=16, dv=300, sink=True, causal=True)
+    check(case, torch.float32)
+
+
+@interpreted
 @pytest.mark.parametrize("case", COVERING[1::6], ids=str)
 def test_float16(case: Case, split: Split) -> None:
     split(2, block_k=16)
@@ -281,6 +290,7 @@ def test_hopper_defers_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert chosen("forward", given) == ["triton"]
     assert chosen("forward", given, "hopper") == ["hopper"]
+    assert chosen("forward", given._replace(d=576, dv=512)) == ["hopper"]  # too wide for triton
     assert chosen("forward", given._replace(batch=128)) == ["hopper"]
     assert chosen("backward", given) == ["hopper"]
     text = backends.deferral("hopper", given, "forward")

@@ -596,9 +596,15 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
 
 
 def deferral(name: str, problem: Problem, call: Call) -> str | None:
-    """Return why a backend leaves a call that it can compute to the next one, or None."""
+    """Return why a backend leaves a call that it can compute to the next one, or None.
+
+    The next one has to take the call: those after it are not faster.
+    """
     found = getattr(_load(name), "defers", None)
-    return None if found is None else found(problem, call)
+    reason = None if found is None else found(problem, call)
+    if reason is None or refusal(NAMES[NAMES.index(name) + 1], problem, call) is not None:
+        return None
+    return reason
 
 
 @lru_cache(maxsize=16)  # the warning comes once

@@ -87,8 +87,8 @@ class Pointers(NamedTuple):
     dtheads: Any = None
     dk_parts: Any = None  # float32 [parts, B, Nk, Hk, D], dK of a part of the queries or heads
     dv_parts: Any = None
-    part_out: Any = None  # float32 [parts, B, Hq, Nq, Dv], O of a part of the keys
-    part_rows: Any = None  # float32 [parts, 2, B, Hq, Nq], m and l of a part
+    part_out: Any = None  # float32 [parts B, Nq, Hq, Dv], O of a part of the keys
+    part_rows: Any = None  # float32 [2 parts, B Hq Nq], m and then l of each part
 
 
 class Matrix(NamedTuple):

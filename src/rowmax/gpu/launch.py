@@ -53,10 +53,12 @@ class JobSpec(NamedTuple):
     together: int = 1
     #: programs may share the query heads of a tile of keys
     shared: bool = False
+    #: columns of out that a program stores, programs along axis 1 share a row; 0: all
+    columns: int = 0
 
 
 class Job:
-    """A kernel with its numbers, constants and grid of ``programs``."""
+    """A kernel with its numbers, constants and grid of ``programs``, along one or two axes."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Job:
         numbers: Numbers,
         config: Config,
         tiles: Tiles,
-        programs: int,
+        programs: int | tuple[int, int],
         more: tuple[Any, ...] = (),
         lists: Job | None = None,
     ) -> None:
@@ -72,7 +74,7 @@ class Job:
         self.lists = lists  # a job that makes the lists of tiles, before
         self.numbers = numbers
         self.config = config
-        self.grid = (programs, 1, 1)
+        self.grid = (*programs, 1) if isinstance(programs, tuple) else (programs, 1, 1)
         self.tiles = tiles
         self.options = {
             "num_warps": tiles.warps,
@@ -130,7 +132,8 @@ def build_job(
     if numbers.order is not None:
         of_lists = list_sizes(problem, tensors, tiles, resident)
         lists = list_job(numbers, config, prod(of_lists[:3]), resident == "keys")
-    return Job(spec.kernel, numbers, config, tiles, programs, lists=lists)
+    grid = (programs, -(-problem.dv // spec.columns)) if spec.columns else programs
+    return Job(spec.kernel, numbers, config, tiles, grid, lists=lists)
 
 
 def list_job(numbers: Numbers, config: Config, lists: int, keys: bool) -> Job:

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..call.inputs import parameters_of
 from ..rules.score import ScoreTerms
 from . import kernel_args, rules
-from .rules import LOG2E
+from .rules import LN2, LOG2E
 
 ROW_UNIT = tl.constexpr(kernel_args.ROW_UNIT)
 PARAMETERS = tl.constexpr(parameters_of())
@@ -487,6 +487,21 @@ def power(x, cfg):
         return tl.exp2(x * LOG2E)
     else:
         return tl.exp2(x)
+
+
+@triton.jit
+def finished(m, l, acc, ptr, num, cfg, head):
+    """Return (O, LSE) of the sums over all keys; ``head`` is one, or each row's."""
+    if not cfg.NATURAL:
+        m = m * LN2
+    if ptr.sink is not None:
+        m, l, alpha = rules.with_sink(m, l, tl.load(ptr.sink + head).to(tl.float32))
+        acc = acc * alpha[:, None]
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    if ptr.seed is not None:
+        acc = acc * num.keep_scale
+    return acc / l[:, None], tl.where(empty, float("-inf"), m + tl.log(l))
 
 
 @triton.jit

@@ -9,6 +9,8 @@ The numbers below are the same on every device, so that results are, too.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..call.problem import Problem
 
 #: the most rows of a kv head, queries times heads of the group, and the fewest keys that they see
@@ -61,3 +63,15 @@ def visible_keys(problem: Problem) -> int:
     if problem.right is not None and not problem.bidirectional:
         high = min(problem.nk, problem.nk + problem.right)
     return max(0, high - low)
+
+
+def parts_for(problem: Problem, lse: Tensor, count: int) -> dict[str, Tensor]:
+    """Return memory for the sums of ``count`` parts: ``part_out`` and ``part_rows``."""
+    size = lse.numel() * count
+    # one tensor: an allocation takes 3 us of the host
+    both = lse.new_empty(size * (problem.dv + 2))
+    b, n, h, d = problem.out_shape
+    return {
+        "part_out": both[: size * problem.dv].view(count * b, n, h, d),
+        "part_rows": both[size * problem.dv :].view(2 * count, lse.numel()),
+    }

@@ -89,8 +89,8 @@ def notes(problem: Problem, call: str) -> list[str]:
 
     found = [assembler.note(problem.device_index)]
     if call == "forward":
-        of_forward = host.note_of_tile, host.note_of_heads, host.note_of_maxima
-        found = [*(note(problem) for note in of_forward), *found]
+        of_tile = host.note_of_tile, host.note_of_heads, host.note_of_parts, host.note_of_maxima
+        found = [*(note(problem) for note in of_tile), *found]
     elif call == "backward":
         from .backward_plan import note_of_shares
 

@@ -66,6 +66,7 @@ class Numbers(NamedTuple):
     ratio: Any  # heads of a tile that share a kv head
     total_q: Any
     shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
+    parts: Any = None  # parts of a tile's keys, each with its tile; None: one
     early: Any = None  # queries before a gap (``call.inputs.Gap``); None: there is no gap
     gap: Any = None  # its keys
 
@@ -94,7 +95,7 @@ class Shared(NamedTuple):
 class Source(NamedTuple):
     """The place of a tile's keys and values: sequence, first row, kv head, and number."""
 
-    part: Any
+    b: Any
     row: Any
     head: Any
     nk: Any
@@ -106,7 +107,7 @@ class Source(NamedTuple):
 @gluon.jit
 def tile_of(C: gl.constexpr, row, t, n):
     """Return the tile of a row."""
-    first, b = row.first, row.b
+    first, b = row.first, sequence_of(row.b, n)
     nq = n.nq
     nk = n.nk
     q_row, k_row = 0, 0
@@ -126,7 +127,22 @@ def tile_of(C: gl.constexpr, row, t, n):
         low = gl.maximum(low, gl.load(at))
         high = gl.minimum(high, gl.load(at + 1))
     lo, hi = rules.key_tiles(low, high, C.BLOCK_K)
-    return Tile(first, row.head, b, q_row, k_row, nq, nk, offset, lo, hi)
+    if n.parts is not None:
+        part, count = row.b // n.batch, hi - lo
+        hi = lo + count * (part + 1) // n.parts
+        lo = lo + count * part // n.parts
+        # a prefix may have fewer tiles than parts: one tile of no key in use stands for none
+        nk = gl.where(hi > lo, nk, 0)
+        hi = gl.maximum(hi, lo + 1)
+    return Tile(first, row.head, row.b, q_row, k_row, nq, nk, offset, lo, hi)
+
+
+@gluon.jit
+def sequence_of(b, n):
+    """Return the sequence of a tile; in parts, b counts on through all sequences of each part."""
+    if n.parts is not None:
+        b = b % n.batch
+    return b
 
 
 @gluon.jit

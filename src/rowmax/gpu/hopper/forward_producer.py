@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .forward_lib import Source, other_strip, tile_of
+from .forward_lib import Source, other_strip, sequence_of, tile_of
 from .forward_results import place_of_lse
 from .gluon_compat import mbarrier, tma_load
 from .lib import ring
@@ -68,13 +68,13 @@ def next_overflowed(C: gl.constexpr, place, end, order, t, n):
 
 
 @gluon.jit
-def load_queries(C: gl.constexpr, copies, shared, tile, number):
+def load_queries(C: gl.constexpr, copies, shared, tile, number, n):
     """Copy 64 rows of queries to each warpgroup: TOKENS positions of each of the GROUP heads."""
     for c in gl.static_range(C.ROW_GROUPS):
         i = c * C.Q_STAGES + ring.slot(number, C.Q_STAGES)
         ring.wait_empty(shared.q, number, C.Q_STAGES, c)
-        part = 0 if C.VARLEN else tile.b
-        corner = (part, tile.q_row + tile.first + c * C.TOKENS, tile.head, 0)
+        b = 0 if C.VARLEN else sequence_of(tile.b, n)
+        corner = (b, tile.q_row + tile.first + c * C.TOKENS, tile.head, 0)
         load_parts(copies.q, corner, C.D0, C.D1, shared.q.full.index(i), shared.q.buffers, i)
 
 
@@ -89,7 +89,7 @@ def load_keys(
     s = ring.slot(use, C.K_STAGES)
     seen = await_keys(t, source.head, source.row + j * C.BLOCK_K, seen)
     ring.wait_empty(shared.k, use, C.K_STAGES)
-    corner = (source.part, source.row + j * C.BLOCK_K, source.head)
+    corner = (source.b, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.k, corner, C.D0, C.D1, shared.k.full.index(s), shared.k.buffers, s)
     if C.BIAS == "copied" and not C.STRIP and side == 0:
         for c in gl.static_range(C.WARPGROUPS):
@@ -131,7 +131,7 @@ def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
     short = rows < C.BLOCK_K
     bar = ring.landing(v.full, s, C.V_STAGES, C.PADDED, short)
     ring.wait_empty(v, use, C.V_STAGES)
-    corner = (source.part, source.row + j * C.BLOCK_K, source.head)
+    corner = (source.b, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.v, corner, C.DV0, C.DV1, bar, v.buffers, s)
     if C.PADDED:
         cleared_parts(v.full, s, C.V_STAGES, v.buffers, C.BLOCK_K, C.DV0, C.DV1, rows, cut)
@@ -166,14 +166,14 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
     behind = Source(0, 0, 0, 0)  # the tile before; its values of key tile ``last`` come next
     last = 0
     while place < end:
-        part = tile.b * 0 if C.VARLEN else tile.b
-        source = Source(part, tile.k_row, tile.head // n.ratio, tile.used)
+        b = tile.b * 0 if C.VARLEN else sequence_of(tile.b, n)
+        source = Source(b, tile.k_row, tile.head // n.ratio, tile.used)
         lo = tile.lo
         hi = tile.hi
         seen = load_keys(C, side, copies, shared, source, tile, hi - 1, use, seen, t, n)
         if number:
             cut = load_values(C, copies, shared, behind, last, use - 1, cut)
-        load_queries(C, copies, shared, tile, number)
+        load_queries(C, copies, shared, tile, number, n)
         if C.STRIP and side == 0:  # noqa: SIM102  (the first is a constant)
             if fresh:
                 load_strip(C, copies, shared.bias, tile, strip, n)

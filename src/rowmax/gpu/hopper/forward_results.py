@@ -29,9 +29,34 @@ def place_of_lse(C: gl.constexpr, first, head, b, q_row, r, n):
 
 @gluon.jit
 def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
-    """Store lse = log sum exp of a finished tile, and return the factor ``[64]`` of O's rows."""
+    """Store lse = log sum exp of a finished tile, and return the factor ``[64]`` of O's rows.
+
+    Of a part of the keys m and l are stored, and the factor is 1.
+    """
     m = gl.max(m, 1)
     l = gl.sum(l, 1)
+    if n.parts is not None:
+        inverse = store_part(C, c, m, l, tile, t, n)
+    else:
+        inverse = store_whole(C, c, m, l, tile, t, n)
+    return inverse
+
+
+@gluon.jit
+def store_part(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
+    """Store m, and l a part of memory on, in the order of ``merge.py``; return a factor of 1."""
+    r = gl.arange(0, 64, l.type.layout)
+    first = tile.first + c * C.TOKENS
+    at, row = place_of_lse(C, first, tile.head, tile.b, tile.q_row, r, n)
+    gl.store(t.lse + at, m, mask=row < tile.nq)
+    total = (n.parts * n.batch * n.hq).to(gl.int64) * n.total_q
+    gl.store(t.lse + at + total, l, mask=row < tile.nq)
+    return gl.full([64], 1.0, gl.float32, l.type.layout)
+
+
+@gluon.jit
+def store_whole(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
+    """Store lse, and return the factor ``[64]`` of O's rows."""
     wrong = l >= FULL
     if C.ONTO_BIAS:  # the reference may be too far above the scores
         wrong = wrong | ((l < LEAST) & (tile.used > 0))

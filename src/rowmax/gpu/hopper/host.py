@@ -18,10 +18,12 @@ from ...rules.softmax import LOG2E
 from .. import compat, threads
 from ..compiled import Launch, runs
 from ..kept import Plans
+from ..parts import parts_for
 from . import packed, tiles
 from .documents import spans_of
 from .forward_kernel import forward as kernel
 from .forward_lib import Numbers, Pointers
+from .forward_parts import config_of_parts, parts_of, tile_of_parts
 from .gluon_compat import GluonASTSource
 from .lib.order import (
     FEW_TILES,
@@ -53,6 +55,7 @@ class Plan(NamedTuple):
     rows: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
     ends: Tensor | None
     launch: Launch
+    parts: int = 1  # number of parts of a tile's keys (forward_parts.py)
     overflow: Tensor | None = None  # LAGS: not 0 since a row has overflowed; stays so
     mends: Plan | None = None  # after a launch whose reference lags: overflowed rows, by maxima
 
@@ -149,11 +152,37 @@ def launch(
     copied = bases(q, k, v, bias, out)
     if new:
         plan.compile_ahead(t, copied)
+    run(plan, problem, tensors, t, copied, (out, lse))
+
+
+def run(
+    plan: Plan,
+    problem: Problem,
+    tensors: Tensors,
+    t: Pointers,
+    copied: tuple[Any, ...],
+    results: tuple[Tensor, Tensor],
+) -> None:
+    """Launch the kernels of a plan, and the one that merges parts."""
     plan.run(t, copied)
+    if plan.parts > 1:
+        merge_parts(problem, tensors, t, results)
+
+
+def merge_parts(
+    problem: Problem, tensors: Tensors, t: Pointers, results: tuple[Tensor, Tensor]
+) -> None:
+    """Launch the kernel that merges parts. It is imported where it is needed."""
+    from ..merge import merge
+
+    merge(problem, tensors, t.out, t.lse, *results)
 
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
-    """Return the pointers of a call; launches what makes its tables."""
+    """Return the pointers of a call; launches what makes its tables.
+
+    Parts of the keys have memory for their sums there.
+    """
     C, table, ends, counter = plan.constants.config, plan.rows, plan.ends, None
     names = ("q_ids", "k_ids", "heads", "sink", "lengths")
     small = (getattr(tensors, name) for name in names)
@@ -169,6 +198,9 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         found = spans_of(problem, tensors, C.ROW_GROUPS, C.TOKENS, C.BLOCK_K)
         spans, q_range, k_range, counter = found
     bias = tensors.bias if C.BIAS != "copied" else None
+    if plan.parts > 1:
+        made = parts_for(problem, lse, plan.parts)
+        out, lse, sink = made["part_out"], made["part_rows"], None  # merged with the sink
     return Pointers(
         out, lse, table, ends, counter, cu_q, cu_k, lengths, spans, q_range, k_range, q_ids, k_ids,
         heads, sink, bias, plan.overflow,
@@ -235,15 +267,22 @@ def bias_path(problem: Problem, bias: Tensor | None) -> str:
 
 
 def build_plan(
-    p: Problem, tensors: Tensors, out: Tensor, tile: Tile | None = None, **options: Any
+    p: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    tile: Tile | None = None,
+    parts: int | None = None,
+    **options: Any,
 ) -> Plan:
-    """Return the plan of a problem; another tile and other constants serve measurements."""
+    """Return the plan of a problem; another tile, parts and other constants serve measurements."""
     q, k, v, bias = tensors[:4]
     path = bias_path(p, bias)
-    tile = tile or best_tile(p, path, q.device)
+    if parts is None:
+        parts = 1 if tile else parts_of(p, processors(q.device))
+    tile = tile or (best_tile(p, path, q.device) if parts == 1 else tile_of_parts(p))
     group = tiles.packed_heads(p, tile, path)
     C = replace(tiles.config_for(p, tile, path, group), OUT_ROW=out.stride(2))
-    C = replace(C, **options)
+    C = replace(C if parts == 1 else config_of_parts(C), **options)
     if C.SIDES > 1 and C.SIDES * C.WARPGROUPS != 4:
         raise ValueError(
             f"sides={C.SIDES} of {C.WARPGROUPS} warpgroups: a block has four, give {4 // C.SIDES}"
@@ -252,8 +291,8 @@ def build_plan(
         raise ValueError(
             f"overlap={C.OVERLAP:d}, LAGS={C.LAGS:d} with onto_bias: give 0 and 1, or onto_bias=0"
         )
-    order = order_of(p, C, q.device)
-    plan = plan_of(p, tensors, out, tile, C, order)
+    order = order_of(p, C, q.device, parts)
+    plan = plan_of(p, tensors, out, tile, C, order, parts)
     if not C.LAGS:
         return plan
     if isinstance(C, tiles.WideConfig):
@@ -272,27 +311,36 @@ def build_plan(
     return plan._replace(overflow=overflow, mends=mends)
 
 
-def order_of(p: Problem, C: Config, device: torch.device) -> tuple[int, Any, Any]:
-    """Return (blocks, the order of the tiles, each block's end) of a launch."""
+def order_of(p: Problem, C: Config, device: torch.device, parts: int = 1) -> tuple[int, Any, Any]:
+    """Return (blocks, the order of the tiles, each block's end) of a launch.
+
+    Parts of the keys are to the order as many batches.
+    """
     if C.STRIP or C.SIDES > 1:
         return strip_order(p, C, device)
     most = processors(device)
     if C.MENDS:  # rows to mend recur, like a bias, with tiles of a head: an odd number spreads them
         most -= 1 - most % 2
-    return tile_order(p, C, most, device)
+    return tile_order(p._replace(batch=p.batch * parts), C, most, device, parts)
 
 
 def plan_of(
-    p: Problem, tensors: Tensors, out: Tensor, tile: Tile, C: Config, order: tuple[int, Any, Any]
+    p: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    tile: Tile,
+    C: Config,
+    order: tuple[int, Any, Any],
+    parts: int = 1,
 ) -> Plan:
     """Return the plan of one launch."""
     blocks, rows, ends = order
     constants = Constants(C)
-    last = (numbers(p, tensors, C, p.hq // C.GROUP), gl.constexpr(constants))
+    last = (numbers(p, tensors, C, p.hq // C.GROUP, parts), gl.constexpr(constants))
     options = {"num_warps": 4, "enable_fp_fusion": True}
     copies = descriptors(C, *tensors[:4], out)
     launch = GluonLaunch(kernel_of(C), (blocks, 1, 1), options, last, copies)
-    return Plan(tile, constants, rows, ends, launch)
+    return Plan(tile, constants, rows, ends, launch, parts)
 
 
 def kernel_of(C: Config) -> Any:
@@ -360,7 +408,9 @@ def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
 def note_of_tile(p: Problem) -> str | None:
     """Return a sentence about the tile of a problem, where the compiled kernel decides on it."""
     device = torch.device(p.device, p.device_index)
-    if p.bias is not None or (tiles.tile_for(p, "", processors(device)) not in tiles.LONG.values()):
+    if p.bias is not None or parts_of(p, processors(device)) > 1:
+        return None
+    if tiles.tile_for(p, "", processors(device)) not in tiles.LONG.values():
         return None
     found = long_spills(p)
     if found is None:
@@ -373,15 +423,25 @@ def note_of_tile(p: Problem) -> str | None:
 def note_of_heads(p: Problem) -> str | None:
     """Return a sentence about a tile of several heads, where no bias decides on it."""
     device = torch.device(p.device, p.device_index)
-    heads = 1 if p.bias is not None else tiles.packed_heads(p, best_tile(p, "", device), "")
+    if p.bias is not None:
+        return None
+    parts = parts_of(p, processors(device))
+    tile = best_tile(p, "", device) if parts == 1 else tile_of_parts(p)
+    heads = tiles.packed_heads(p, tile, "")
     return None if heads == 1 else f"{heads} query heads of a kv head share a tile"
+
+
+def note_of_parts(p: Problem) -> str | None:
+    """Return a sentence about the parts of a problem's keys, if there are several."""
+    parts = parts_of(p, processors(torch.device(p.device, p.device_index)))
+    return None if parts == 1 else f"the keys of a tile in {parts} parts, which a launch merges"
 
 
 def note_of_maxima(p: Problem) -> str | None:
     """Return a sentence about the second launch of a problem, if it has one."""
     device = torch.device(p.device, p.device_index)
     if p.bias is None:
-        lagging = tiles.lags(p, "")
+        lagging = tiles.lags(p, "") and parts_of(p, processors(device)) == 1
     else:
         assert p.bias_dtype is not None
         rows = p.bias[2:] == (p.nq, p.nk) and p.nk * p.bias_dtype.itemsize % 16 == 0
@@ -395,7 +455,7 @@ def note_of_maxima(p: Problem) -> str | None:
     return "full tiles take no maxima: a second launch computes rows again whose weights overflow"
 
 
-def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
+def numbers(p: Problem, tensors: Tensors, c: Config, heads: int, parts: int) -> Numbers:
     """Return the kernel's numbers; ``heads`` are those of tiles."""
     cap, ids = p.softcap, (tensors.q_ids, tensors.k_ids)
     scale, inner = (cap, p.scale / cap) if cap > 0 else (p.scale, 0.0)
@@ -413,14 +473,17 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     return Numbers(
         heads, p.hk, keys, p.nq, p.nk, *p.limits, p.batch, scale, inner, *bias_strides, *id_strides,
         *each, p.hq, ratio, p.total_q, None if p.positions is None else p.positions.shift,
-        *(p.gap or (None, None)),
+        parts if parts > 1 else None, *(p.gap or (None, None)),
     )  # fmt: skip
 
 
 def tile_order(
-    p: Problem, C: Config, most: int, device: torch.device
+    p: Problem, C: Config, most: int, device: torch.device, parts: int = 1
 ) -> tuple[int, Tensor | None, Tensor | None]:
-    """Return (blocks, the order of the tiles, each block's end) of at most so many blocks."""
+    """Return (blocks, the order of the tiles, each block's end) of at most so many blocks.
+
+    Tiles have a part of their keys.
+    """
     tokens, heads = C.TILE, p.hq // C.GROUP
     if p.varlen:
         every = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
@@ -431,6 +494,7 @@ def tile_order(
         seen = p.nk - p.nq + early - p.gap.keys
         counts = torch.cat([tile_count(tokens, C.BLOCK_K, early, seen, p.left, p.right), counts])
     near = not p.documents and int(counts.max()) * C.BLOCK_K < p.nk
+    counts = (counts + parts - 1) // parts
     if p.documents:  # the lengths of tiles are only on the device
         counts = torch.ones_like(counts)
     sections = sections_of(p, counts.shape[0], heads, most)

@@ -2,10 +2,8 @@
 """The forward of few queries: the heads of a group share a tile, and programs share its keys.
 
 Row r of a kv head's rows is query ``r // GROUP`` of its query head ``r % GROUP``. A program stores
-the sums of its part of the keys, O, m and l of ``rules/softmax.py``, in float32. The second kernel
-continues the recurrence over the parts, in their order: m and l are apart, because ``m + log l``
-would lose l where m is as large as its dtype goes. ``parts.py`` has the number of parts. A single
-part needs no second kernel.
+the sums of its part of the keys, which ``merge.py`` adds. ``parts.py`` has the number of parts. A
+single part needs no second kernel.
 """
 
 from __future__ import annotations
@@ -16,15 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call.problem import Problem, Tensors
-from .. import lib, parts, rules, short_keys
+from .. import lib, parts, short_keys
 from ..kernel_args import prepared
 from ..launch import Job, JobSpec, launch
+from ..merge import merge
 from ..tiles import Tiles
-from .forward import attend_keys, attend_tiles, finished
+from .forward import attend_keys, attend_tiles
 from .forward import forward as forward_of_tiles
-
-#: parts that a program of the second kernel reads at once: with four warps 64 numbers a thread
-MERGED = 64
 
 
 @triton.jit
@@ -45,12 +41,16 @@ def plan_part(part, i0, i1, ptr, num, cfg, place):
 
 
 @triton.jit
-def row_of(number, head, place, num, cfg):
-    """Return the number of a row in lse ``[B, Hq, Nq]``, or ``[1, Hq, total_q]``."""
+def places_of(query, head, place, num, cfg):
+    """Return the places of rows in lse ``[B, Hq, Nq]`` and in out ``[B, Nq, Hq]``.
+
+    Packed ones are of ``[Hq, total_q]`` and ``[total_q, Hq]``.
+    """
     b = tl.cast(place.b, tl.int64)
     if cfg.PACKED:
         b = b * 0
-    return (b * cfg.HQ + head) * num.total_q + place.q_start + number
+    row = place.q_start + query
+    return (b * cfg.HQ + head) * num.total_q + row, (b * num.total_q + row) * cfg.HQ + head
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -100,9 +100,9 @@ def few_kernel(ptr, num, cfg):
             end = tl.minimum(start + plan.count * cfg.BLOCK_K, place.used)
             acc = attend_keys(m, q, start, end, ptr, num, cfg, place, row)
 
-    number = row_of(query, heads, one, num, cfg)
+    number, at = places_of(query, heads, one, num, cfg)
     if ptr.part_out is None:
-        acc, lse = finished(m, l, acc, ptr, num, cfg, heads)
+        acc, lse = lib.finished(m, l, acc, ptr, num, cfg, heads)
         out = lib.queries(ptr.out, num.out, cfg, one)
         d = tl.arange(0, num.out.BLOCK_D)[None, :]
         at = group_pointers(out, num.out, rows, query, GROUP)[:, None] + d
@@ -110,7 +110,7 @@ def few_kernel(ptr, num, cfg):
         tl.store(at, acc, mask=inside[:, None] & (d < num.out.D))
         tl.store(ptr.lse + number, lse, mask=inside)
     else:
-        store_part(m, l, acc, part, number, inside, b, ptr, num, cfg)
+        store_part(m, l, acc, part, number, at, inside, ptr, num, cfg)
 
 
 @triton.jit
@@ -129,55 +129,22 @@ def load_group(x, matrix, rows, query, inside, GROUP: tl.constexpr):
 
 
 @triton.jit
-def store_part(m, l, acc, part, number, inside, b, ptr, num, cfg):
-    """Store the sums of a part; rows that saw nothing have l = 0, and their O is not read."""
+def store_part(m, l, acc, part, number, place, inside, ptr, num, cfg):
+    """Store the sums of a part; rows that saw nothing have l = 0, and their O is not read.
+
+    ``number`` is the place of a row in lse, ``place`` that in out.
+    """
     total = tl.cast(num.total_q, tl.int64) * cfg.HQ
     if not cfg.PACKED:
         total = total * num.batch
-    tl.store(ptr.part_rows + 2 * part * total + number, m, mask=inside)
-    tl.store(ptr.part_rows + (2 * part + 1) * total + number, l, mask=inside)
+    tl.store(ptr.part_rows + part * total + number, m, mask=inside)
+    tl.store(ptr.part_rows + (num.parts + part) * total + number, l, mask=inside)
     d = tl.arange(0, num.v.BLOCK_D)[None, :]
-    at = ptr.part_out + (part * total + number)[:, None] * num.v.D + d
+    at = ptr.part_out + (part * total + place)[:, None] * num.v.D + d
     tl.store(at, acc, mask=(inside & (l != 0.0))[:, None] & (d < num.v.D))
 
 
-@triton.jit(do_not_specialize=["num"])
-def merge_kernel(ptr, num, cfg):
-    """Store out and lse of one row, of one query head, from the sums of all parts."""
-    MERGED: tl.constexpr = cfg.BLOCK_K
-    number = tl.program_id(0).to(tl.int64)
-    total = tl.num_programs(0).to(tl.int64)
-    query = tl.program_id(0) % num.total_q
-    head = tl.program_id(0) // num.total_q
-    d = tl.arange(0, num.v.BLOCK_D)[None, :]
-
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, num.v.BLOCK_D], tl.float32)
-    for first in tl.range(0, num.parts, MERGED):
-        part = first + tl.arange(0, MERGED)
-        at = ptr.part_rows + 2 * part * total + number
-        m_part = tl.load(at, mask=part < num.parts, other=float("-inf"))
-        l_part = tl.load(at + total, mask=part < num.parts, other=0.0)
-        seen = l_part != 0.0
-        at = ptr.part_out + (part * total + number)[:, None] * num.v.D + d
-        o = tl.load(at, mask=seen[:, None] & (d < num.v.D), other=0.0)
-        m_new, base = rules.moved(m, tl.max(m_part, 0))
-        weight = tl.where(seen, lib.power(m_part - base, cfg), 0.0)
-        alpha = lib.power(m - base, cfg)
-        l = l * alpha + tl.sum(weight * l_part, 0)
-        acc = acc * alpha[:, None] + tl.sum(weight[:, None] * o, 0)[None, :]
-        m = m_new
-
-    acc, lse = finished(m, l, acc, ptr, num, cfg, head % cfg.HQ)
-    out = lib.first_row(ptr.out, num.out, head // cfg.HQ, head % cfg.HQ, 0, False)
-    at = out + tl.cast(query, tl.int64) * num.out.ROW + d
-    tl.store(at, acc.to(ptr.out.dtype.element_ty), mask=d < num.out.D)
-    tl.store(ptr.lse + number + tl.arange(0, 1), lse)
-
-
 FEW = JobSpec("few", few_kernel, "groups", ("out",), lists=False)
-MERGE = JobSpec("merge", merge_kernel, "rows", ("out",))
 
 
 def forward(
@@ -195,19 +162,9 @@ def forward(
 
     def sums(job: Job) -> dict[str, Tensor]:
         count = job.numbers.parts
-        if count == 1:
-            return {"out": out, "lse": lse}
-        size = lse.numel() * count
-        # one tensor: an allocation takes 3 us of the host
-        both = lse.new_empty(size * (problem.dv + 2))
-        part_out = both[: size * problem.dv].view(count, *problem.lse_shape, problem.dv)
-        return {"part_out": part_out, "part_rows": both[size * problem.dv :]}
+        return {"out": out, "lse": lse} if count == 1 else parts.parts_for(problem, lse, count)
 
     ptr = launch(FEW, problem, tensors, tiles, {}, sums)
     if ptr.part_out is not None:
-        count = ptr.part_out.shape[0]
-        merged = Tiles(1, min(MERGED, triton.next_power_of_2(count)), 4, 1, parts=count)
-        names = ("sink", "seed", "out", "lse", "part_out", "part_rows")
-        values = (tensors.sink, tensors.seed, out, lse, ptr.part_out, ptr.part_rows)
-        launch(MERGE, problem, tensors, merged, dict(zip(names, values, strict=True)))
+        merge(problem, tensors, ptr.part_out, ptr.part_rows, out, lse)
     return out, lse

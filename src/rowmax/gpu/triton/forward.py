@@ -16,7 +16,6 @@ from torch import Tensor
 from ...call.problem import Problem, Tensors
 from .. import lib, rules
 from ..launch import JobSpec, launch
-from ..rules import LN2
 from ..tiles import Tiles
 
 
@@ -85,21 +84,6 @@ def attend_keys(m, q, start, end, ptr, num, cfg, place, row):
     return acc
 
 
-@triton.jit
-def finished(m, l, acc, ptr, num, cfg, head):
-    """Return (O, LSE) of the sums over all keys; ``head`` is one, or each row's."""
-    if not cfg.NATURAL:
-        m = m * LN2
-    if ptr.sink is not None:
-        m, l, alpha = rules.with_sink(m, l, tl.load(ptr.sink + head).to(tl.float32))
-        acc = acc * alpha[:, None]
-    empty = l == 0.0
-    l = tl.where(empty, 1.0, l)
-    if ptr.seed is not None:
-        acc = acc * num.keep_scale
-    return acc / l[:, None], tl.where(empty, float("-inf"), m + tl.log(l))
-
-
 @triton.jit(do_not_specialize=["num"])
 def forward_kernel(ptr, num, cfg):
     """Store out and lse of one tile of queries of a head."""
@@ -132,7 +116,7 @@ def forward_kernel(ptr, num, cfg):
             q = lib.load_tile(q_base, num.q, i0, place.nq, BLOCK_Q, True)
             acc = attend_keys(m, q, 0, place.used, ptr, num, cfg, place, row)
 
-    acc, lse = finished(m, l, acc, ptr, num, cfg, place.head)
+    acc, lse = lib.finished(m, l, acc, ptr, num, cfg, place.head)
     lib.store_queries(ptr.out, num.out, acc, i0, cfg, place)
     to = lib.vector(ptr.lse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)
     tl.store(to + rows, lse, mask=rows < place.nq)

@@ -1,0 +1,100 @@
+"""Choose into how many parts the keys of a forward's tiles are split.
+
+A block reads all keys of a tile of queries. A part of a long prompt, or a latent cache that all
+heads share, has fewer tiles than there are processors. Then each tile's keys are split over
+several blocks. They store O, m and l of their part in float32, and ``merge.py`` continues the
+recurrence over the parts in order. Triton's kernel takes fewer queries still (``parts.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ...call.problem import Problem
+from .lib.order import OVERHEAD, tile_count
+from .tiles import (
+    FEW,
+    MOST_COLUMNS,
+    ROWS,
+    TILES,
+    Config,
+    Tile,
+    config_for,
+    is_wide,
+    packed_heads,
+    sizes_of,
+)
+
+#: the cost of a tile of a part, in key tiles: to store its sums, and to read them again
+PART_STEPS = 2.6
+#: the cost of the launch that merges parts, in key tiles
+LAUNCH_STEPS = 6.0
+#: parts take memory, so that they must save some time
+LEAST_SAVED = 1.05
+#: the most tiles of all parts, for each processor, and the most parts of a tile
+MOST_TILES = 4
+MOST_PARTS = 128
+
+
+def may_split(p: Problem) -> bool:
+    """Return True if a problem's keys may be split: lengths and masks are known to the host.
+
+    Prefix lengths are not, but parts without keys of a short prefix are merged like any other.
+    """
+    plain = p.bias is None and not (p.varlen or p.documents) and p.gap is None
+    return plain and (p.dv <= MOST_COLUMNS or is_wide(p, ""))
+
+
+def tile_of_parts(p: Problem) -> Tile:
+    """Return the tile of a problem whose keys are split: there are blocks for all processors."""
+    return (FEW if p.nq * p.group <= ROWS else TILES)[sizes_of(p)]
+
+
+def config_of_parts(C: Config) -> Config:
+    """Return the config for parts: rows of float32, and neither a sink nor a second launch."""
+    return replace(C, OUT_ROW=C.DV_OUT, STAGED=0, TURNED=False, SINK=False, LAGS=False)
+
+
+def parts_to_choose(p: Problem, most: int) -> range:
+    """Return the numbers of parts that a forward may have on ``most`` processors."""
+    if not may_split(p):
+        return range(1, 2)
+    # however many heads share a tile, it has as many rows
+    tiles = p.batch * p.hk * -(-p.nq * p.group // (ROWS * tile_of_parts(p).warpgroups))
+    if 2 * tiles > MOST_TILES * most:
+        return range(1, 2)
+    counts, heads = _tiles(p)
+    # a tile has a key tile in each part, or the kernel would have to mask others in full tiles
+    least = int(counts.max() if p.prefix else counts.min())
+    room = MOST_TILES * most // (counts.shape[0] * heads)
+    return range(1, max(1, min(least, MOST_PARTS, room)) + 1)
+
+
+def parts_of(p: Problem, most: int) -> int:
+    """Return the number of parts of the keys, on ``most`` processors."""
+    possible = parts_to_choose(p, most)
+    if len(possible) == 1:
+        return 1
+    counts, heads = _tiles(p)
+    return min(possible, key=lambda parts: _time(counts, heads, parts, most))
+
+
+def _tiles(p: Problem) -> tuple[Tensor, int]:
+    """Return (the key tiles of each query tile of a head, heads), where keys are split."""
+    tile = tile_of_parts(p)
+    C = config_for(p, tile, "", packed_heads(p, tile, ""))
+    counts = tile_count(C.TILE, C.BLOCK_K, p.nq, p.nk, p.left, p.right)
+    return counts, p.batch * (p.hq // C.GROUP)
+
+
+def _time(counts: Tensor, heads: int, parts: int, most: int) -> float:
+    """Return when the last block ends, in key tiles; at least, for blocks have whole tiles."""
+    shortest, mean, longest = (
+        float(x) / parts + OVERHEAD + PART_STEPS * (parts > 1)
+        for x in (counts.min(), counts.float().mean(), counts.max())
+    )
+    tiles = counts.shape[0] * heads * parts
+    last = max(longest, mean * tiles / most, shortest * -(-tiles // most))
+    return last if parts == 1 else LEAST_SAVED * (last + LAUNCH_STEPS)
