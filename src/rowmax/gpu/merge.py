@@ -15,13 +15,12 @@ from torch import Tensor
 from ..call.problem import Problem, Tensors
 from . import lib, rules
 from .launch import JobSpec, launch
+from .parts import MERGED
 from .tiles import Tiles
 
 #: the most columns of a row that a program stores
 COLUMNS = 128
 _COLUMNS = tl.constexpr(COLUMNS)
-#: the most parts that a program reads at once: with four warps 64 numbers a thread
-MERGED = 64
 #: parts for each warp of a program: with few, one warp has all of them, 32 numbers a thread
 PARTS_OF_WARP = 8
 
@@ -47,7 +46,7 @@ def merge_kernel(ptr, num, cfg):
         at = ptr.part_rows + part * total + number
         m_part = tl.load(at, mask=part < num.parts, other=float("-inf"))
         l_part = tl.load(at + num.parts * total, mask=part < num.parts, other=0.0)
-        # what a part that saw nothing has is not used, but does not wait for l, either
+        # a load does not wait for l: it also reads what a part that saw nothing has not stored
         at = ptr.part_out + (part * total + place)[:, None] * num.v.D + d
         o = tl.load(at, mask=(part < num.parts)[:, None] & (d < num.v.D), other=0.0)
         seen = l_part != 0.0

@@ -32,6 +32,8 @@ LEAST_OF_MANY = 512
 #: keys for each row of a part: a part writes as many sums as it has rows
 KEYS_FOR_ROW = 2
 MOST_PARTS = 128
+#: the most parts that a program of the second kernel reads at once: 64 numbers a thread
+MERGED = 64
 
 
 def splits(problem: Problem) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ...call.problem import Problem
+from ..parts import MERGED, MOST_PARTS
 from .lib.order import OVERHEAD, tile_count
 from .tiles import (
     FEW,
@@ -27,15 +28,15 @@ from .tiles import (
     sizes_of,
 )
 
-#: the cost of a tile of a part, in key tiles: to store its sums, and to read them again
-PART_STEPS = 2.6
-#: the cost of the launch that merges parts, in key tiles
-LAUNCH_STEPS = 6.0
+#: the cost of a tile of a part, in key tiles (1.0 to 1.3 us on an H200, whatever the head size),
+#: and of each 2^14 numbers that it stores: 128 rows of 128 columns
+PART_STEPS, STORED_STEPS = 1.0, 1.6
+#: the cost of the launch that merges parts, in key tiles, and the bytes that it reads in one
+LAUNCH_STEPS, BYTES_OF_STEP = 2.0, 2.5e6
 #: parts take memory, so that they must save some time
 LEAST_SAVED = 1.05
-#: the most tiles of all parts, for each processor, and the most parts of a tile
+#: the most tiles of all parts, for each processor
 MOST_TILES = 4
-MOST_PARTS = 128
 
 
 def may_split(p: Problem) -> bool:
@@ -78,7 +79,7 @@ def parts_of(p: Problem, most: int) -> int:
     if len(possible) == 1:
         return 1
     counts, heads = _tiles(p)
-    return min(possible, key=lambda parts: _time(counts, heads, parts, most))
+    return min(possible, key=lambda parts: _time(p, counts, heads, parts, most))
 
 
 def _tiles(p: Problem) -> tuple[Tensor, int]:
@@ -89,12 +90,17 @@ def _tiles(p: Problem) -> tuple[Tensor, int]:
     return counts, p.batch * (p.hq // C.GROUP)
 
 
-def _time(counts: Tensor, heads: int, parts: int, most: int) -> float:
-    """Return when the last block ends, in key tiles; at least, for blocks have whole tiles."""
+def _time(p: Problem, counts: Tensor, heads: int, parts: int, most: int) -> float:
+    """Return when all is stored, in key tiles; at least, for blocks have whole tiles."""
+    rows = p.batch * p.hq * p.nq
+    tiles = counts.shape[0] * heads
+    stored = PART_STEPS + STORED_STEPS * rows * p.dv / tiles / 2**14
     shortest, mean, longest = (
-        float(x) / parts + OVERHEAD + PART_STEPS * (parts > 1)
+        float(x) / parts + OVERHEAD + stored * (parts > 1)
         for x in (counts.min(), counts.float().mean(), counts.max())
     )
-    tiles = counts.shape[0] * heads * parts
+    tiles *= parts
     last = max(longest, mean * tiles / most, shortest * -(-tiles // most))
-    return last if parts == 1 else LEAST_SAVED * (last + LAUNCH_STEPS)
+    read = parts if parts <= MERGED else -(-parts // MERGED) * MERGED
+    merged = LAUNCH_STEPS + read * rows * p.dv * 4 / BYTES_OF_STEP
+    return last if parts == 1 else LEAST_SAVED * (last + merged)
