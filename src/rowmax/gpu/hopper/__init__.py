@@ -61,10 +61,12 @@ def supports(problem: Problem, call: str) -> str | None:
 
 def defers(problem: Problem, call: str) -> str | None:
     """Return why the Triton backend takes a call unless this one is named, or None."""
-    count = parts.parts_of(problem) if call == "forward" and parts.splits(problem) else 1
-    if count > 1:
-        return f"few queries: triton reads their keys in {count} parts"
     from .. import short_keys
+    from .forward_parts import takes_few
+
+    count = parts.parts_of(problem) if call == "forward" and parts.splits(problem) else 1
+    if count > 1 and not takes_few(problem):
+        return f"few queries: triton reads their keys in {count} parts"
 
     return short_keys.deferral(problem, call)
 

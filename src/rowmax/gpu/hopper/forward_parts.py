@@ -3,7 +3,7 @@
 A block reads all keys of a tile of queries. A part of a long prompt, or a latent cache that all
 heads share, has fewer tiles than there are processors. Then each tile's keys are split over
 several blocks. They store O, m and l of their part in float32, and ``merge.py`` continues the
-recurrence over the parts in order. Triton's kernel takes fewer queries still (``parts.py``).
+recurrence over the parts in order. Triton's kernel takes few queries (``parts.py``) of fewer keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ...call.problem import Problem
-from ..parts import MERGED, MOST_PARTS
+from ..parts import MERGED, MOST_PARTS, visible_keys
 from .lib.order import OVERHEAD, tile_count
 from .tiles import (
     FEW,
@@ -37,6 +37,12 @@ LAUNCH_STEPS, BYTES_OF_STEP = 2.0, 2.5e6
 LEAST_SAVED = 1.05
 #: the most tiles of all parts, for each processor
 MOST_TILES = 4
+#: of few queries, the keys of all kv heads times their rows from which on these blocks are faster
+#: than Triton's programs: 1.01 to 1.7 times, with half as many .73 to 1.0 (an H200)
+FEW_PAIRS = 1 << 21
+#: fewer rows than these take as long, for their keys are read in the same time; rows past the
+#: second number are other tiles for both
+FEW_ROWS = 16, ROWS
 
 
 def may_split(p: Problem) -> bool:
@@ -46,6 +52,14 @@ def may_split(p: Problem) -> bool:
     """
     plain = p.bias is None and not (p.varlen or p.documents) and p.gap is None
     return plain and (p.dv <= MOST_COLUMNS or is_wide(p, ""))
+
+
+def takes_few(p: Problem) -> bool:
+    """Return True if Triton's kernel of few queries is slower for a problem that it splits."""
+    least, most = FEW_ROWS
+    rows = min(max(p.nq * p.group, least), most)
+    pairs = p.batch * p.hk * visible_keys(p) * rows
+    return may_split(p) and (pairs >= FEW_PAIRS or is_wide(p, ""))
 
 
 def tile_of_parts(p: Problem) -> Tile:
