@@ -200,6 +200,20 @@ def test_a_producer_that_waits_for_keys_keeps_to_registers(name: str) -> None:
     assert sass.report(kernel.cubin).findings == []
 
 
+@pytest.mark.parametrize("name", ["128x128-causal", "512x512-full"])
+def test_a_part_of_the_keys_keeps_to_registers(name: str) -> None:
+    """It stores float32 and no lse; its loops over key tiles are as long as those of all keys."""
+    case = next(case for case in CASES if case.name == name)
+    kernel, whole = build(case, parts=2), build(case)
+    for mine, theirs in zip(kernel.loops(), whole.loops(), strict=True):
+        assert len(mine) <= 1.02 * len(theirs)
+    assert max(map(spills_in, kernel.loops())) <= SPILLS
+    assert kernel.stack <= (WIDE_STACK if is_wide(kernel) else STACK)
+    assert kernel.shared <= SHARED
+    assert kernel.too_early(2) == []
+    assert sass.report(kernel.cubin).findings == []
+
+
 @pytest.mark.parametrize("case", MARKED, ids=str)
 def test_products_are_not_serialised(case):
     """One wait for scores and one for the output in a loop; one after each HGMMA otherwise.

@@ -33,16 +33,17 @@ from .tiles import (
 PART_STEPS, STORED_STEPS = 1.0, 1.6
 #: the cost of the launch that merges parts, in key tiles, and the bytes that it reads in one
 LAUNCH_STEPS, BYTES_OF_STEP = 2.0, 2.5e6
-#: parts take memory, so that they must save some time
-LEAST_SAVED = 1.05
+#: parts take memory, so that they must save some time; the host takes as long as three key tiles for
+#: another launch
+LEAST_SAVED, LEAST_STEPS = 1.05, 3.0
 #: the most tiles of all parts, for each processor
 MOST_TILES = 4
-#: of few queries, the keys of all kv heads times their rows from which on these blocks are faster
-#: than Triton's programs: 1.01 to 1.7 times, with half as many .73 to 1.0 (an H200)
+#: keys of all kv heads, times the rows of a tile, from which on these blocks are faster than
+#: Triton's programs of few queries: 1.01 to 1.7 times, with half as many .73 to 1.0 (an H200)
 FEW_PAIRS = 1 << 21
-#: fewer rows than these take as long, for their keys are read in the same time; rows past the
-#: second number are other tiles for both
-FEW_ROWS = 16, ROWS
+#: rows below which all keys are read in the same time, and their keys: with fewer, copies of keys
+#: that are not in a cache take Triton's programs 1 us less
+FEW_ROWS, FEW_KEYS = 32, 1 << 19
 
 
 def may_split(p: Problem) -> bool:
@@ -56,10 +57,10 @@ def may_split(p: Problem) -> bool:
 
 def takes_few(p: Problem) -> bool:
     """Return True if Triton's kernel of few queries is slower for a problem that it splits."""
-    least, most = FEW_ROWS
-    rows = min(max(p.nq * p.group, least), most)
-    pairs = p.batch * p.hk * visible_keys(p) * rows
-    return may_split(p) and (pairs >= FEW_PAIRS or is_wide(p, ""))
+    rows = min(p.nq * p.group, ROWS)
+    least = FEW_KEYS if rows < FEW_ROWS else FEW_PAIRS // rows
+    keys = p.batch * p.hk * visible_keys(p)
+    return may_split(p) and (keys >= least or is_wide(p, ""))
 
 
 def tile_of_parts(p: Problem) -> Tile:
@@ -117,4 +118,4 @@ def _time(p: Problem, counts: Tensor, heads: int, parts: int, most: int) -> floa
     last = max(longest, mean * tiles / most, shortest * -(-tiles // most))
     read = parts if parts <= MERGED else -(-parts // MERGED) * MERGED
     merged = LAUNCH_STEPS + read * rows * p.dv * 4 / BYTES_OF_STEP
-    return last if parts == 1 else LEAST_SAVED * (last + merged)
+    return last if parts == 1 else LEAST_SAVED * (last + merged) + LEAST_STEPS
