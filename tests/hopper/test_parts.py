@@ -84,7 +84,8 @@ def test_few_queries_of_many_keys_are_taken_from_triton() -> None:
     assert parts.takes_few(problem(**one | {"nq": 16}, nk=4096))
     assert not parts.takes_few(problem(**one | {"nq": 16}, nk=2048))
     assert not parts.takes_few(problem(**one | {"nq": 16}, nk=4096, bias="1h1k"))
-    assert parts.takes_few(problem(**LATENT | {"nk": 512}))
+    assert not parts.takes_few(problem(**one | {"nq": 16}, nk=4096, lengths=(0.5,)))
+    assert parts.takes_few(problem(**LATENT | {"nk": 512}, lengths=(0.5,)))
     few = problem(**one, nk=32768)
     assert hopper.defers(few, "forward") == "few queries: triton reads their keys in 32 parts"
     assert hopper.defers(problem(**one, nk=65536), "forward") is None
