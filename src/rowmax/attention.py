@@ -146,17 +146,18 @@ def attention(
     limits: recent.Key | None = ()
     if mask is not allowed and (limits := recent.limits_of(mask)) is not None:
         lengths = mask.lengths  # pyright: ignore
-    if alibi is seed is None and limits is not None:
+    if seed is None and limits is not None:
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
-        if key is not None and not (bias is sink is mask is None):
-            key, rows = recent.with_terms(key + limits, rows, bias, sink, allowed, lengths)
+        if key is not None and not (bias is sink is mask is alibi is None):
+            key, rows = recent.with_terms(key + limits, rows, bias, sink, allowed, lengths, alibi)
         found = None if key is None else recent.calls.recall(key, *rows)
         if found is not None:
             tensors: tuple[Any, ...] = rows
             if lengths is not None:
                 lengths = checked_lengths(lengths, k.shape[1])
             if len(rows) > 3:
-                tensors = Tensors(q, k, v, bias, sink, lengths=lengths, allowed=allowed)
+                heads = None if alibi is None else alibi[None]
+                tensors = Tensors(q, k, v, bias, sink, heads, lengths=lengths, allowed=allowed)
             out, lse = attend_again(found, tensors)
             return (out, lse) if return_lse else out
     if isinstance(q, Tensor) and q.is_nested:
@@ -169,7 +170,7 @@ def attention(
         )  # fmt: skip
         out, lse = jagged(out, lse, q)
         return (out, lse) if return_lse else out
-    given = Tensors(q, k, v, bias, sink, allowed=allowed)
+    given = q, k, v, bias, sink, allowed
     q, k, v, bias = _autocast(q, k, v, bias)
     # not by ``arguments``: names take longer
     tensors, options, prepared = normalized(
@@ -178,8 +179,7 @@ def attention(
             dropout_p, seed, deterministic, backend,
         )
     )  # fmt: skip
-    given = given._replace(lengths=tensors.lengths)
-    if key is not None and all(map(is_, given, tensors)):  # as they are read
+    if key is not None and _are_read(given, tensors, alibi):
         prepared = prepared or prepared_directly(tensors, options)
         if prepared is not None and options.backend not in PLAIN_OPERATIONS:
             recent.calls.remember(key, prepared, *rows)
@@ -292,20 +292,28 @@ def attention_varlen(
             q, k, v, *cu_seqlens, max_seqlens=max_seqlens, return_lse=return_lse, **given
         )
     rows = alike = q, k, v
-    key = None
+    key, plain = None, True
+    lengths: Tensor | None = getattr(mask, "lengths", None)
     limits = () if mask is None else recent.limits_of(mask)
-    if limits is not None and bias is alibi is sink is seed is getattr(mask, "lengths", None):
+    if limits is not None and seed is None:
+        plain = bias is sink is lengths is alibi is None
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
         if key is not None:
             key, alike = recent.of_packed(key + limits, rows, cu_seqlens, max_seqlens)
+        if key is not None and not plain:
+            key, alike = recent.with_terms(key, alike, bias, sink, None, lengths, alibi)
     prepared = None if key is None else recent.packed_calls.recall(key, *alike)
     if prepared is not None:
         tensors, options = packed_tensors(rows, cu_seqlens), prepared.options
         check_packed_values(tensors, options)
+        if not plain:
+            heads = None if alibi is None else alibi[None]
+            lengths = None if lengths is None else checked_lengths(lengths, options.max_k)
+            tensors = tensors._replace(bias=bias, sink=sink, heads=heads, lengths=lengths)
     else:
         tensors, options, prepared = normalized(arguments(*rows, cu_seqlens, max_seqlens, **given))
-        cast = (tensors.q, tensors.k, tensors.v)  # autocast may change dtypes
-        if key is not None and all(x.dtype == t.dtype for x, t in zip(cast, rows, strict=True)):
+        same = all(x.dtype == t.dtype for x, t in zip(tensors[:3], rows, strict=True))
+        if key is not None and same and _are_read((*tensors[:3], bias, sink, None), tensors, alibi):
             prepared = prepared_directly(tensors, options)
             if prepared is not None:
                 recent.packed_calls.remember(key, prepared, *alike)
@@ -340,6 +348,18 @@ def arguments(
         *(q, k, v, _mask(mask, causal), bias, _given(alibi=alibi), scale, softcap, sink),
         *(dropout_p, seed, deterministic, backend, cu_seqlens, max_seqlens),
     )
+
+
+def _are_read(given: tuple[Any, ...], tensors: Tensors, alibi: Tensor | None) -> bool:
+    """Return True if q, k, v, bias, sink, mask and slopes of a call are read as they were given.
+
+    Autocast changes dtypes, and other tensors are converted or have other axes. Lengths are read
+    again in each call.
+    """
+    t, heads = tensors, tensors.heads
+    if alibi is not None and (heads is None or heads.dtype != alibi.dtype):
+        return False
+    return all(map(is_, given, (t.q, t.k, t.v, t.bias, t.sink, t.allowed)))
 
 
 def _hide_catches(function: Callable[..., Any]) -> None:

@@ -143,6 +143,28 @@ def test_a_call_with_a_boolean_mask_is_found(
         torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(torch_compat.TensorGuards is None, reason="torch has no such check")
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("terms", [dict, with_terms], ids=["alone", "with-terms"])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_call_with_slopes_is_found(
+    half: bool, terms: Callable[[], dict[str, Tensor]], backend: str | None, calls: list[Any]
+) -> None:
+    """Each call has its own slopes; those of 16 bits are converted, in the usual way."""
+    for n in range(5):
+        q, k, v = qkv(requires_grad=True)
+        slopes = torch.rand(2).to(torch.bfloat16 if half else torch.float32).requires_grad_()
+        given = {**terms(), "alibi": slopes}
+        calls.clear()
+        out = attend(q, k, v, backend=backend, **given)
+        assert bool(calls) == (n == 0 or half)
+        want = rowmax.attention(q, k, v, causal=True, backend="reference", **given)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(t.square().sum(), (q, k, v, slopes)) for t in (out, want)]
+        tolerance = 2**-7 if half else 1e-4  # a gradient of bfloat16 has 8 bits
+        torch.testing.assert_close(*grads, atol=tolerance, rtol=tolerance)
+
+
 BANDS = {"none": {}, "causal": {"right": 0}, "window": {"left": 3, "right": 1}}
 
 
@@ -213,6 +235,7 @@ OTHER_TERMS: dict[str, Callable[[], dict[str, Tensor]]] = {
     "dtype of the sink": lambda: with_terms(sink=torch.bfloat16),
     "a sink alone": lambda: {"sink": torch.randn(2)},
     "alibi": lambda: with_terms() | {"alibi": torch.rand(2)},
+    "alibi alone": lambda: {"alibi": torch.rand(2)},
     "a mask": lambda: with_terms() | boolean(1, 1, 8, 8),
     "a mask of fewer axes": lambda: with_terms() | boolean(8, 8),
 }
@@ -235,6 +258,9 @@ def test_terms_of_a_wrong_shape_are_refused_after_right_ones() -> None:
     q, k, v = qkv()
     for _ in range(2):
         attend(q, k, v, **with_terms())
+    attend(q, k, v, alibi=torch.zeros(2))
+    with pytest.raises(ValueError, match="alibi"):
+        attend(q, k, v, alibi=torch.zeros(3))
     with pytest.raises(ValueError, match="bias"):
         attend(q, k, v, bias=torch.zeros(1, 3, 8, 8), sink=torch.zeros(2))
     with pytest.raises(ValueError, match="sink"):
@@ -389,6 +415,47 @@ def test_a_packed_call_is_found(
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
         grads = [torch.autograd.grad(t.square().sum(), rows) for t in (out, want)]
         torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+PACKED_TERMS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "bias": lambda n: {"bias": torch.randn(2, 2, 16, 16)},
+    "sink": lambda n: {"sink": torch.randn(2)},
+    "alibi": lambda n: {"alibi": torch.rand(2)},
+    "lengths": lambda n: {"mask": rowmax.PrefixLengths(torch.tensor([n % 5, 40]).int())},
+    "all": lambda n: {
+        "bias": torch.randn(1, 1, 16, 16),
+        "sink": torch.randn(2),
+        "alibi": torch.rand(2),
+        "mask": rowmax.PrefixLengths(torch.tensor([n % 5, 6])) & rowmax.Window(4, 1),
+    },
+}
+
+
+@pytest.mark.skipif(torch_compat.TensorGuards is None, reason="torch has no such check")
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("twice", [True, False])
+@pytest.mark.parametrize("name", PACKED_TERMS)
+def test_a_packed_call_with_terms_is_found(
+    name: str, twice: bool, backend: str | None, calls: list[Any]
+) -> None:
+    """Each call has its own terms, and another one with the same offsets has none."""
+    for n, lengths in enumerate(((8, 8), (3, 13), (16, 0), (1, 15), (9, 7))):
+        rows, cu = packed(*lengths, requires_grad=True)
+        offsets = (cu, cu) if twice else (cu, cu.clone())
+        more = PACKED_TERMS[name](n)
+        leaves = (*rows, *(t.requires_grad_() for t in more.values() if isinstance(t, Tensor)))
+        calls.clear()
+        out = attend_packed(rows, *offsets, backend=backend, **more)
+        assert bool(calls) == (n == 0)
+        want = attend_packed(rows, *offsets, backend="reference", **more)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(t.square().sum(), leaves) for t in (out, want)]
+        torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+        plain = attend_packed(rows, *offsets, backend=backend)
+        want = attend_packed(rows, *offsets, backend="reference")
+        torch.testing.assert_close(plain, want, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="lengths"):
+        attend_packed(rows, cu, mask=rowmax.PrefixLengths(torch.tensor([3, -1])))
 
 
 OTHER_PACKED: dict[str, Callable[[tuple[Tensor, ...], Tensor], Any]] = {

@@ -1,7 +1,7 @@
 """Plain calls that were made before, found by one check in C.
 
-A plain call has q, k and v, perhaps a bias, a sink, a boolean mask or lengths, a band or none, and
-numbers.
+A plain call has q, k and v, perhaps a bias, a sink, slopes, a boolean mask or lengths, a band or
+none, and numbers.
 ``normalize`` reads twenty attributes of the tensors to know that a call passed the checks; here
 torch compares them all at once. A call that is not found takes the usual way. Backwards of calls
 with q, k and v alone are found likewise.
@@ -125,7 +125,7 @@ def limits_of(mask: object) -> Key | None:
 def with_terms(
     key: Key, rows: tuple[Tensor, ...], *terms: Tensor | None
 ) -> tuple[Key, tuple[Tensor, ...]]:
-    """Return the key of a call with a bias, a sink, a mask or lengths, and its tensors."""
+    """Return the key of a call with a bias, a sink, slopes, a mask or lengths, and its tensors."""
     given = tuple(t for t in terms if t is not None)
     return (*key, *(t is None for t in terms)), (*rows, *given)
 
