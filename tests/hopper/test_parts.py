@@ -72,6 +72,11 @@ def test_calls_that_are_not_split(other: dict[str, Any]) -> None:
     assert list(parts.parts_to_choose(problem(**CHUNK | other), 132)) == [1]
 
 
+@pytest.mark.parametrize("none", ["batch", "nq", "nk", "hq"])
+def test_a_call_of_nothing_is_not_split(none: str) -> None:
+    assert parts.parts_of(problem(**CHUNK)._replace(**{none: 0}), 132) == 1
+
+
 def test_queries_before_a_gap_are_not_split() -> None:
     call = problem(**CHUNK)
     assert parts.parts_of(call._replace(gap=Gap(128, 64)), 132) == 1
