@@ -9,6 +9,7 @@ recurrence over the parts in order. Triton's kernel takes few queries (``parts.p
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -95,14 +96,23 @@ def parts_to_choose(p: Problem, most: int) -> range:
 
 
 def parts_of(p: Problem, most: int) -> int:
-    """Return the number of parts of the keys, on ``most`` processors."""
+    """Return the number of parts of the keys, on ``most`` processors.
+
+    Compared are powers of 2, and those that give every processor as many tiles: a decode has other
+    sizes at every step.
+    """
     possible = parts_to_choose(p, most)
     if len(possible) == 1:
         return 1
     counts, heads = _tiles(p)
-    return min(possible, key=lambda parts: _time(p, counts, heads, parts, most))
+    steps = float(counts.min()), float(counts.float().mean()), float(counts.max())
+    tiles = counts.shape[0] * heads
+    even = (n * most // tiles for n in range(1, MOST_TILES + 1))
+    some = {*(2**n for n in range(8)), *even}.intersection(possible)
+    return min(sorted(some), key=lambda parts: _time(p, steps, tiles, parts, most))
 
 
+@lru_cache(maxsize=16)
 def _tiles(p: Problem) -> tuple[Tensor, int]:
     """Return (the key tiles of each query tile of a head, heads), where keys are split."""
     tile = tile_of_parts(p)
@@ -111,15 +121,16 @@ def _tiles(p: Problem) -> tuple[Tensor, int]:
     return counts, p.batch * (p.hq // C.GROUP)
 
 
-def _time(p: Problem, counts: Tensor, heads: int, parts: int, most: int) -> float:
-    """Return when all is stored, in key tiles; at least, for blocks have whole tiles."""
+def _time(
+    p: Problem, steps: tuple[float, float, float], tiles: int, parts: int, most: int
+) -> float:
+    """Return when all is stored, in key tiles; at least, for blocks have whole tiles.
+
+    ``steps`` are the least, the mean and the most of a tile.
+    """
     rows = p.batch * p.hq * p.nq
-    tiles = counts.shape[0] * heads
     stored = PART_STEPS + STORED_STEPS * rows * p.dv / tiles / 2**14
-    shortest, mean, longest = (
-        float(x) / parts + OVERHEAD + stored * (parts > 1)
-        for x in (counts.min(), counts.float().mean(), counts.max())
-    )
+    shortest, mean, longest = (x / parts + OVERHEAD + stored * (parts > 1) for x in steps)
     tiles *= parts
     last = max(longest, mean * tiles / most, shortest * -(-tiles // most))
     read = parts if parts <= MERGED else -(-parts // MERGED) * MERGED
