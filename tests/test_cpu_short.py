@@ -229,7 +229,7 @@ def test_heads_and_threads_do_not_change_the_bits_of_packed_few_queries(
     case = _packed_few(PACKED[name])
     assert case.sequences is not None
     alone = tuple((min(n, 1), m) for n, m in case.sequences)
-    _check_bits(case, replace(case, sequences=alone, hq=2, hk=2), dtype)
+    _check_bits(case, replace(case, sequences=alone, hq=4, hk=4), dtype)
 
 
 #: sequences of few queries and of more, whose keys are many, few or none
@@ -465,12 +465,12 @@ def _few_bits(case: Case, dtype: torch.dtype, heads: int, threads: int) -> list[
 def test_heads_and_threads_do_not_change_the_bits(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    _check_bits(_of_chunks(options), _of_chunks({**options, "nq": 1, "hq": 2}), dtype)
+    _check_bits(_of_chunks(options), _of_chunks({**options, "nq": 1, "hq": 4, "hk": 4}), dtype)
 
 
 def _check_bits(case: Case, alone: Case, dtype: torch.dtype) -> None:
     """Compute a case with several threads, and one of one row a kv head with several heads."""
-    for given, heads, threads in ((case, 1, 4), (alone, 2, 1), (alone, 2, 4)):
+    for given, heads, threads in ((case, 1, 4), (alone, 4, 1), (alone, 2, 4), (alone, 4, 4)):
         want = _few_bits(given, dtype, 1, 1)
         got = _few_bits(given, dtype, heads, threads)
         assert len(got) >= 5
@@ -514,7 +514,7 @@ def test_biases_and_sinks_of_any_size(case: Case, nq: int, nk: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_all_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> None:
+def test_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> None:
     def heads_of(dtype: torch.dtype = torch.float32, **options: Any) -> list[int]:
         case = Case("order", **{"b": 4, "nq": 1, "nk": 2048, **options})
         problem, tensors = make(case, dtype=dtype).problem()
@@ -529,7 +529,12 @@ def test_all_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> No
     assert heads_of(torch.bfloat16, hq=8, d=64) == [1, 8]
     assert heads_of(torch.bfloat16, hq=8, d=64, nk=8192) == [8, 8]
     assert heads_of(hq=8, d=64, layout="bhnd") == [1, 1]
-    assert heads_of(hq=8, d=64, b=1, nk=1500) == [1, 1]  # tasks would be fewer than threads
+    # tasks would be fewer than threads; a forward has some heads, if their rows are long
+    assert heads_of(hq=8, d=64, b=1, nk=1500) == [1, 1]
+    assert heads_of(hq=8, d=128, b=1, nk=1500) == [4, 1]
+    assert heads_of(hq=32, d=128, b=1, nk=500) == [8, 1]
+    assert heads_of(hq=6, d=512, b=1, nk=500) == [1, 1]
+    assert heads_of(hq=12, d=256, b=1, nk=500) == [3, 1]
 
 
 @pytest.mark.parametrize("batch", [16, 17])
