@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import variants
+from benchmarks import key_parts, variants
 from benchmarks.command import main
 from benchmarks.processes import ROOT
 from benchmarks.sets import SETS
@@ -212,3 +212,30 @@ def test_a_backward_with_a_change_is_launched(part: str, monkeypatch: pytest.Mon
         made = function.call_args.args[5]
         assert made.k.numel() == 4 * 2 * 300 * 128
         assert made.v.offset == 4 * 4 * 300 * 128
+
+
+def test_parts_of_the_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number is a plan of its own, and the usual one is that of the host."""
+    pytest.importorskip("triton.experimental.gluon")
+    host = import_module("rowmax.gpu.hopper.host")
+    monkeypatch.setattr(host, "processors", lambda _: 132)
+    cell = Cell(n=4096, nq=256, d=64, b=1, hq=4, hk=1, causal=True)
+    x = inputs_of(cell, "cpu")
+    found = key_parts.contestants(cell, x, [1, 4, 64])
+    assert [(backend, parts) for backend, _, parts, _ in found] == [
+        ("hopper", n) for n in (1, 4, 16)
+    ]
+    assert [chosen for *_, chosen in found] == [0, 0, 1]
+    for _, change, parts, chosen in found:
+        for text in (change, *["shipped"] * chosen):
+            plan, pointers, run, _ = variants._forward_launch(cell, x, text)
+            assert plan.parts == parts
+            merged = mock.Mock()
+            monkeypatch.setattr(host, "merge_parts", merged)
+            monkeypatch.setattr(type(plan), "run", lambda *_: None)
+            t = pointers()
+            assert run(t).shape == (1, 256, 4, 64)
+            assert t.out.shape[0] == (parts if parts > 1 else 1)
+            assert merged.called == (parts > 1)
+    few = Cell(n=8192, nq=1, d=64, b=1, hq=8, hk=1)
+    assert key_parts.contestants(few, inputs_of(few, "cpu"), [])[-1][:2] == ("triton", "shipped")

@@ -9,7 +9,6 @@ as NaN; in float16, for numpy has no bfloat16.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sys
 import time
@@ -24,6 +23,7 @@ from tests import emulator
 
 emulator.install()
 
+import rowmax  # noqa: E402
 from rowmax.call.dispatch import beyond  # noqa: E402
 from rowmax.call.inputs import Arrivals  # noqa: E402
 from rowmax.call.problem import Problem, Tensors  # noqa: E402
@@ -267,18 +267,15 @@ def merge_parts(
     """Do what the kernel of ``merge.py`` does, whose own tests are those of few queries."""
     out, lse = results
     m, l = t.lse.view(2, -1, *lse.shape).double()
-    m = torch.where(l == 0.0, -math.inf, m * (1.0 if problem.natural else LN2))
-    if tensors.sink is not None:
-        of_sink = tensors.sink.double()[:, None].expand(lse.shape)[None]
-        m, l = torch.cat([m, of_sink]), torch.cat([l, torch.ones_like(of_sink)])
-    most = m.amax(0).nan_to_num(neginf=0.0)
-    weights = (m - most).exp()
-    total = (weights * l).sum(0)
-    weights = (weights / total)[: t.lse.shape[0] // 2].nan_to_num()
+    of_rows = l.transpose(2, 3)[..., None]
     o = t.out.double().view(-1, *out.shape)
-    o = torch.where((l[: o.shape[0]] == 0.0).transpose(2, 3)[..., None], 0.0, o)
-    out.copy_((weights.transpose(2, 3)[..., None] * o).sum(0))
-    lse.copy_(most + total.log())
+    o = torch.where(of_rows == 0.0, 0.0, o / of_rows)
+    sums = m * (1.0 if problem.natural else LN2) + l.log()
+    parts = list(zip(o, sums, strict=True))
+    if tensors.sink is not None:  # a part of value 0
+        parts.append((torch.zeros_like(o[0]), tensors.sink.double()[:, None].expand(lse.shape)))
+    for result, whole in zip(results, rowmax.merge(*parts), strict=True):
+        result.copy_(whole)
 
 
 def check(case: Case, seed: int) -> list[str]:

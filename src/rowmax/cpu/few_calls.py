@@ -122,8 +122,8 @@ WAYS = {
     ),
 }
 
-#: bytes of a key's rows of some heads from which on these heads are read together. With 1 KiB, 12
-#: heads of 64, they were 0.93 as fast as head by head (an AMD EPYC, Zen 5)
+#: bytes of a key's rows of some heads from which on these heads are read together: with 1 KiB, 8
+#: heads of 64 were no faster than head by head (an AMD EPYC, Zen 5)
 TOGETHER = 1 << 11
 #: bytes of keys and values that are worth a thread
 _BYTES = 1 << 16
