@@ -53,6 +53,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias-column": {"bias": "bhq1", "nq": 256},
     "bias-gathered": {"bias": "bhqk", "nq": 251},
     "even": {"nq": 256},
+    "dropout": {"dropout": 0.1, "causal": True},
 }
 #: every size without features, every feature at the size of most models and at the widest
 CASES = [
@@ -61,7 +62,11 @@ CASES = [
     for name, features in FEATURES.items()
     if name in ("full", "causal")
     or (d, dv) in ((128, 128), (256, 256))
-    or ((d, dv) == (512, 512) and "bias" not in name)
+    or ((d, dv) == (512, 512) and "bias" not in name and "dropout" not in name)
+]
+CASES += [
+    Case("64x64-dropout", b=1, hq=64, d=64, dropout=0.1),
+    Case("64x64-dropout-bias", b=1, hq=64, nq=256, d=64, dropout=0.1, bias="bhqk"),
 ]
 CASES += [Case(f"{d}x{dv}-few", b=1, d=d, dv=dv, causal=True) for d, dv in TILES]
 LONG_CASES = [
@@ -384,6 +389,7 @@ def test_three_warpgroups_take_turns():
         ({"bias": "bh1k"}, False),
         ({"alibi": True}, False),
         ({"softcap": 2.0}, False),
+        ({"dropout": 0.1}, True),
     ],
     ids=str,
 )
@@ -409,6 +415,7 @@ def test_references_lag_where_there_is_much_work(features, lagging):
         ({"sequences": ((9000, 9000),)}, False),
         ({"bias": "bh1k"}, False),
         ({"softcap": 2.0}, False),
+        ({"dropout": 0.1}, False),
         ({"d": 128}, False),
     ],
     ids=str,

@@ -56,6 +56,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"SOFTCAP": True, "RIGHT": True},
     "alibi": {"ALIBI": True, "RIGHT": True},
     "alibi block": {"ALIBI": True, "RIGHT": True},
+    "dropout": {"DROPOUT": True, "RIGHT": True},
     "dbias": {"BIAS": True, "DBIAS": True, "RIGHT": True},
     "dbias alone": {"BIAS": True, "DBIAS": True, "RIGHT": True, "DQ": False},
     "row": {"ROW": True, "DROW": True, "RIGHT": True},
@@ -64,6 +65,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal bias": {"BIAS": True, "RIGHT": True},
     "bias lengths": {"BIAS": True, "PREFIX": True, "RAGGED": True},
     "bias documents": {"BIAS": True, "DOCUMENTS": True, "RIGHT": True},
+    "bias dropout": {"BIAS": True, "DROPOUT": True},
     "bias ordered": {"BIAS": True, "ORDERED": True, "FRESH": True},
 }
 #: by kernel of wide heads: further features at the largest head size
@@ -106,7 +108,7 @@ def cases():
         for tile in tiles:
             if isinstance(tile, FusedConfig):
                 some = ["full", "causal", "packed", "dbias", "dbias alone", "row", "column"]
-                names = every if size == (128, 128) else some
+                names = every if size == (128, 128) else [*some, "dropout"]
             else:
                 more = WIDE_FEATURES[NAMES[type(tile)]] if size in ((256, 256), (512, 512)) else ()
                 names = ["full", "causal", *more]
@@ -135,6 +137,8 @@ def cases():
         for name in ("bias", "causal bias", "bias lengths"):
             yield tile, name, "bf16"
     yield SHARED_BIAS[128, 128], "bias documents", "bf16"
+    yield SHARED_BIAS[64, 64], "bias dropout", "bf16"
+    yield BETWEEN[96, 96][0], "dropout", "bf16"
     for name in ("bias", "causal bias", "bias lengths"):
         yield TILES[32, 32][0], name, "bf16"
         for tiles in FLOAT32_BIAS.values():
@@ -152,6 +156,7 @@ MORE = {
     ("fused", "row"): ((5, 144), (4, 176), (17, 208)),
     # the next tile, while this one is stored
     ("fused", "packed"): (SPILLS, (1, 168), (6, 232)),
+    ("fused", "dropout"): ((1, 144), SPILLS, SPILLS),
     ("fused", "packed late"): (SPILLS, (1, 168), (6, 232)),
     ("dkdv", "row"): (SPILLS, SPILLS, (9, 208)),
     # a number for each query is 16 more in a thread; such a bias changes lse alone, so it is rare
@@ -174,6 +179,8 @@ MORE = {
 WAITS = {"fused": 3, "dq": 3, "dkdv": 2, "dbias": 2}
 #: exponentials that may come after the wait for the product over them, of 32
 LATE = measured(7, 9, 9)
+#: the same with dropout, whose draws have more instructions under that product
+LATE_OF_DROPOUT = 9
 #: a row of a bias arrives late: one of the two warpgroups has its exponentials after the product
 #: (481 TFLOP/s on an H200, 485 without a bias), the other does not
 ONE_IN_TIME = {(64, "fused", "row")} | measured(*[{(64, "fused", "column")}] * 2, set())
@@ -261,7 +268,8 @@ def test_compiles_to(tile, name, dtype):
     if (kind, name) in MASKED_LATE:
         late.sort()
         assert late.pop() <= MASKED_LATE[kind, name]
-    assert all(n <= LATE for n in late)
+    most = LATE_OF_DROPOUT if name == "dropout" else LATE
+    assert all(n <= most for n in late)
 
 
 def test_a_part_of_a_shared_bias_stays_in_registers():

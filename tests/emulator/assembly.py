@@ -88,6 +88,59 @@ def split_product(args: list[Any], dtypes: Any) -> tuple[Tensor, Tensor]:
     return high, Tensor(exact - high.a).to(dtypes[1])
 
 
+@means(
+    "{ .reg .b64 p; .reg .b32 b; mov.b32 b, 0xd2511f53; mul.wide.u32 p, $2, b; "
+    "mov.b64 {$1, $0}, p; }"
+)
+def multiply_by_first(args: list[Any], dtypes: Any) -> tuple[Tensor, Tensor]:
+    return _multiplied(args, 0xD2511F53)
+
+
+@means(
+    "{ .reg .b64 p; .reg .b32 b; mov.b32 b, 0xcd9e8d57; mul.wide.u32 p, $2, b; "
+    "mov.b64 {$1, $0}, p; }"
+)
+def multiply_by_second(args: list[Any], dtypes: Any) -> tuple[Tensor, Tensor]:
+    return _multiplied(args, 0xCD9E8D57)
+
+
+def _multiplied(args: list[Any], b: int) -> tuple[Tensor, Tensor]:
+    """Return the high and the low word of words times b."""
+    product = _unsigned(args[0]).astype(np.uint64) * np.uint64(b)
+    high, low = product >> np.uint64(32), product & np.uint64(0xFFFFFFFF)
+    return Tensor(_word(high)), Tensor(_word(low))
+
+
+def _unsigned(x: Any) -> Any:
+    return np.asarray(raw(x), np.int32).view(np.uint32)
+
+
+def _word(x: Any) -> Any:
+    return x.astype(np.uint32).view(np.int32)
+
+
+@means("{ .reg .pred p; setp.ge.u32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p; }")
+def keep(args: list[Any], dtype: Any) -> Tensor:
+    x, draw, threshold = args
+    return Tensor(np.where(_unsigned(draw) >= _unsigned(threshold), x.a, np.float32(0.0)))
+
+
+@means("{ .reg .pred p; setp.ge.u32 p, $2, $3; mov.b32 $0, $1; @p or.b32 $0, $0, $4; }")
+def keep_bit(args: list[Any], dtype: Any) -> Tensor:
+    bits, draw, threshold, bit = args
+    kept = _unsigned(draw) >= _unsigned(threshold)
+    return Tensor(np.where(kept, bits.a | _word(np.int64(bit)), bits.a))
+
+
+@means(
+    """{ .reg .pred p; .reg .b32 a; and.b32 a, $2, $3; setp.ne.b32 p, a, 0;
+    selp.f32 $0, $1, 0f00000000, p; }"""
+)
+def keep_by_bit(args: list[Any], dtype: Any) -> Tensor:
+    x, bits, bit = args
+    return Tensor(np.where((bits.a & bit.a) != 0, x.a, np.float32(0.0)))
+
+
 @means("cvt.rn.bf16x2.f32 $0, $2, $1;")
 @means("cvt.rn.f16x2.f32 $0, $2, $1;")
 def convert(args: list[Any], dtype: Any) -> Tensor:

@@ -86,6 +86,7 @@ NAMES = {
     "extremes": "random calls with extreme biases",
     "siblings": "random calls between their siblings",
     "parts": "random calls whose keys are split",
+    "dropout": "random calls with dropout",
 }
 FAILURES = ("wrong", "fault", "unprepared", "errors")
 #: head sizes of ``--halves``; those up to 32 come with a bias that sequences or heads share
@@ -234,6 +235,17 @@ def with_parts(rng: random.Random, case: Case) -> Case:
     return replace(case, nq=nq, nk=nk, bias=None, dropout=0.0, **sizes, **values)
 
 
+def with_dropout(rng: random.Random, case: Case) -> Case:
+    """Return a case with dropout that Hopper's kernels may compute: its limits of other terms."""
+    width = rng.choice((8, 32, 40, 64, 64, 80, 96, 128, 128, 256))
+    sizes = {"d": width, "dv": rng.choice((width, width, max(8, width - 8)))}
+    others = {"allowed": None, "empty_rows": False, "padding": None, "step": None, "prefix": None}
+    values = {"positions": None, "align": "keys", "dropout": rng.choice((0.01, 0.1, 0.5, 0.9))}
+    if width > 128 or rng.random() < 0.5:
+        values["bias"] = None
+    return replace(case, **sizes, **others, **values).with_constant_slopes()
+
+
 def with_extremes(rng: random.Random, case: Case) -> Case:
     """Return a case with a bias of each pair, and without what makes other scores large.
 
@@ -253,6 +265,7 @@ DRAWS = {
     "packed": with_packed,
     "groups": with_groups,
     "parts": with_parts,
+    "dropout": with_dropout,
     "extremes": with_extremes,
 }
 
@@ -413,6 +426,7 @@ CHECKS = {
     "packed": packed_wrong,
     "groups": groups_wrong,
     "parts": parts_wrong,
+    "dropout": wrong,
     "extremes": extreme_wrong,
     "siblings": siblings_wrong,
 }
@@ -754,6 +768,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--packed", const="packed", help="packed, with late runs", **special)
     parser.add_argument("--groups", const="groups", help="heads that share keys", **special)
     parser.add_argument("--parts", const="parts", help="forwards that split keys", **special)
+    parser.add_argument("--dropout", const="dropout", help="calls with dropout", **special)
     parser.add_argument("--extremes", const="extremes", help="extreme biases", **special)
     parser.add_argument("--siblings", const="siblings", help="calls that hardly differ", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")

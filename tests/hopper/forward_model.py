@@ -231,6 +231,16 @@ MORE = [
     Case("wide-documents", b=2, nq=150, nk=170, hq=1, d=512, documents="sorted", causal=True),
     Case("wide-lengths", b=3, nq=70, nk=150, hq=2, d=400, lengths=(1.0, 0.0, 0.43)),
     Case("wide-window", b=1, nq=200, nk=260, hq=1, d=512, left=70, right=20),
+    *(
+        Case(f"dropout-{d}", b=2, nq=140, nk=270, hq=4, hk=2, d=d, causal=True, dropout=0.3)
+        for d in (32, 80, 96, 128, 192, 256)
+    ),
+    *(
+        Case(f"dropout-bias-{pattern}", b=2, nq=150, nk=160, hq=2, d=64, bias=pattern, dropout=0.5)
+        for pattern in ("bhqk", "b11k", "1hq1")
+    ),
+    Case("dropout-shared", b=8, nq=150, nk=264, hq=2, d=32, bias="1hqk", dropout=0.2),
+    Case("dropout-grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, dropout=0.2),
     Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(

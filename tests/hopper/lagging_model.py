@@ -44,6 +44,7 @@ CASES = [
     Case("lengths", b=3, nq=140, nk=600, hq=2, d=64, lengths=(1.0, 0.6, 0.0)),
     Case("packed", hq=4, hk=2, d=64, causal=True,
          sequences=((5, 90), (0, 17), (300, 570), (33, 0), (200, 260))),
+    Case("dropout", b=1, nq=300, nk=700, hq=2, d=64, causal=True, dropout=0.3),
     Case("wide", b=1, nq=200, nk=500, hq=1, d=256, causal=True),
     Case("parts", b=1, nq=200, nk=500, hq=1, d=96, causal=True),
     Case("values", b=1, nq=200, nk=500, hq=1, d=192, dv=128, causal=True),

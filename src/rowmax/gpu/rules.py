@@ -15,9 +15,6 @@ from . import compat
 # a kernel may read only globals that are constexpr
 LOG2E = tl.constexpr(softmax.LOG2E)
 LN2 = tl.constexpr(softmax.LN2)
-_ROUNDS = tl.constexpr(dropout.ROUNDS)
-_INCREMENT_0 = tl.constexpr(dropout.INCREMENTS[0])
-_INCREMENT_1 = tl.constexpr(dropout.INCREMENTS[1])
 
 
 def _late(name: str) -> Callable[..., Any]:
@@ -92,13 +89,11 @@ philox_round = compiled(
     M0=tl.constexpr(dropout.M0),
     M1=tl.constexpr(dropout.M1),
 )
-
-
-@triton.jit
-def philox(c0, c1, c2, c3, k0, k1):
-    """Return the four words of each counter (``rules/dropout.py``)."""
-    for _ in tl.static_range(_ROUNDS):
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
-        k0 = k0 + _INCREMENT_0
-        k1 = k1 + _INCREMENT_1
-    return c0, c1, c2, c3
+philox = compiled(
+    dropout.philox_words,
+    philox_round=philox_round,
+    unrolled="static_range",
+    ROUNDS=tl.constexpr(dropout.ROUNDS),
+    INCREMENT_0=tl.constexpr(dropout.INCREMENT_0),
+    INCREMENT_1=tl.constexpr(dropout.INCREMENT_1),
+)

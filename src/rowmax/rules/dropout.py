@@ -24,9 +24,11 @@ from ..call.inputs import Positions
 from ..call.problem import Problem, Tensors
 from . import bound
 
+unrolled = range
+
 ROUNDS = 7
 M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
-INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+INCREMENTS = INCREMENT_0, INCREMENT_1 = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 
 
@@ -49,6 +51,18 @@ def philox_rounds(counter, key):
     for _ in range(ROUNDS):
         c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
         k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def philox_words(c0, c1, c2, c3, k0, k1):
+    """Return the four words of ``philox_rounds``, of words that wrap, in a loop without a branch.
+
+    Compilers know the numbers ROUNDS and INCREMENT; ``unrolled`` is their ``range``.
+    """
+    for _ in unrolled(ROUNDS):
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        k0 = k0 + INCREMENT_0
+        k1 = k1 + INCREMENT_1
     return c0, c1, c2, c3
 
 

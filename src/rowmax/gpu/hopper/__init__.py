@@ -39,7 +39,16 @@ LIMITS = (
         "it takes head sizes that are multiples of 8, these are {0.d} and {0.dv}",
     ),
     Limit(lambda p: p.scale > 0.0, "it takes a scale above 0"),
-    Limit(lambda p: p.dropout_p == 0, "it does not take dropout"),
+    Limit(
+        lambda p: not p.dropout_p or max(p.d, p.dv) <= (256 if p.bias is None else 128),
+        "it takes dropout for head sizes up to 256, with a bias up to 128, these are {0.d} and "
+        "{0.dv}",
+    ),
+    Limit(
+        lambda p: p.positions is None or p.positions.key % 64 == 0,
+        "it draws dropout for 64 keys at a time: it takes no block that begins at key "
+        "{0.positions.key}",
+    ),
     Limit(lambda p: p.allowed is None, "it does not take boolean masks"),
     Limit(lambda p: p.heads in ((), ("alibi",)), "of the terms of heads it takes alibi alone"),
     Limit(lambda p: p.align == "keys", "it aligns positions to the keys, not to prefix lengths"),
@@ -171,6 +180,8 @@ def _refused_backward(p: Problem) -> str | None:
         return f"its backward takes head sizes up to 512, these are {p.d} and {p.dv}"
     if max(p.d, p.dv) > 256 and p.bias is not None:
         return "its backward of head sizes above 256 takes no bias"
+    if max(p.d, p.dv) > 128 and p.dropout_p:
+        return f"its backward takes dropout for head sizes up to 128, these are {p.d} and {p.dv}"
     if max(p.d, p.dv) > 256 and p.prefix:
         return "its backward of head sizes above 256 takes no prefix lengths"
     if p.bias is None:

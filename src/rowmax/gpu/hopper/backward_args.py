@@ -28,6 +28,7 @@ class Pointers(NamedTuple):
     q_ids: Any = None
     k_ids: Any = None
     alibi: Any = None
+    seed: Any = None  # DROPOUT: int64 []
     bias: Any = None  # the bias, unless TMA copies it and its gradient
     dbias: Any = None  # sums [B, Hk, Nk] of a bias of one row, float32
     parts: Any = None  # dbias of each part of the sequences and heads that share it, float32
@@ -68,6 +69,12 @@ class Numbers(NamedTuple):
     shares: Any = None  # resident heads of a kv head, each with a share of its group; None: one
     share_rows: Any = 0  # rows of dk and dv of a share
     zeroed: Any = 0  # kv heads of all sequences whose sums of dq begin with zeros (COMPLETE)
+    threshold: Any = None  # DROPOUT: the least draw that is kept
+    keep_scale: Any = None  # the factor of kept weights
+    first_query: Any = None  # the first query in a longer call, 64 keys, head and sequence
+    first_block: Any = None
+    first_head: Any = None
+    first_sequence: Any = None
 
 
 class RowPointers(NamedTuple):

@@ -61,6 +61,7 @@ from .gluon_compat import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from .lib.dropout import first_draw, kept_columns, rows_of_draws
 from .lib.order import Row
 from .lib.ring import (
     Ring,
@@ -287,10 +288,11 @@ def load_rows(C: gl.constexpr, c: gl.constexpr, rows, s):
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, place, head, s, end, state, rings,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, place, pair, s, end, state, rings,
     tile, t, n,
 ):  # fmt: skip
-    """Return the State with pair s of a run, whose pairs end before ``end``."""
+    """Return the State with pair s of a run (b, head), whose pairs end before ``end``."""
+    b, head = pair
     use = state.use
     a = slot(use, C.QK_STAGES)
     u = slot(use, C.VDO_STAGES)
@@ -317,6 +319,11 @@ def step(
     dp = warpgroup_mma_wait(0, deps=[dp])
     delta = settled(delta, 2)
     release(rings.vdo, use, C.VDO_STAGES)
+    if C.DROPOUT:
+        row = place.first + c * C.TOKENS + rows_of_draws(dp)
+        block = place.t * (C.BLOCK_STREAMED // 64)
+        first = first_draw(block, row, head, b, n)
+        dp = kept_columns(dp, first, t.seed, n.threshold) * n.keep_scale
     ds = score_gradient(p, dp, delta[:, None])
     if MASKED and C.PREFIX:  # values past a length may be NaN
         ds = gl.where(p == 0.0, 0.0, ds)
@@ -335,11 +342,11 @@ def add_run(
     whole = (place.t >= full.begin) & (place.t < full.end) & alike
     if C.MASKS:
         for s in range(some.s, gl.where(seen & (whole == 0), some.end, some.s)):
-            b, head = sharer(place, run, s, shared)
-            state = step(C, True, c, place, head, s, some.end, state, rings, tile, t, n)
+            pair = sharer(place, run, s, shared)
+            state = step(C, True, c, place, pair, s, some.end, state, rings, tile, t, n)
     for s in range(some.s, gl.where(seen & whole, some.end, some.s)):
-        b, head = sharer(place, run, s, shared)
-        state = step(C, False, c, place, head, s, some.end, state, rings, tile, t, n)
+        pair = sharer(place, run, s, shared)
+        state = step(C, False, c, place, pair, s, some.end, state, rings, tile, t, n)
     return state
 
 

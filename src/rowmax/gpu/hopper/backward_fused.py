@@ -190,9 +190,13 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, state, tile, t, n):
     if alone is not None:
         alone = alone + head * C.DV_OUT
     stride = heads * C.DV_OUT
-    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, t.dv_rows, row, alone)
+    low, high = state.dv.low, state.dv.high
+    if C.DROPOUT:
+        low = low * n.keep_scale
+        high = high * n.keep_scale
+    store(C, low, to, stride, rows, C.DV0, 0, C.DV_OUT, t.dv_rows, row, alone)
     if C.DV_OUT > C.DV0:
-        x = state.dv.high
+        x = high
         store(C, x, to, stride, rows, C.DV1, C.DV0, C.DV_OUT, t.dv_rows, row, alone)
 
 

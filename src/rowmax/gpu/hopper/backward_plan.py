@@ -47,7 +47,7 @@ from .backward_tiles import (
     shared_bias_tile,
     tiles_of,
 )
-from .host import GluonLaunch, processors
+from .host import GluonLaunch, draws, processors
 from .lib.order import (
     LEAST_LAST,
     SECTION_BYTES,
@@ -356,6 +356,7 @@ def build_work(
         shares if shares > 1 else None,
         rows_of_share(p),
         sections[0] if sections else 0,
+        *draws(p),
     )
     last = (numbers, gl.constexpr(Constants(c)))
     copies = copies_of(c, tensors, dout, planes, rows)

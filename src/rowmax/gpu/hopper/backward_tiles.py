@@ -128,6 +128,7 @@ class FusedConfig(Config):
     COMPLETE: bool = False  # this launch rounds dq, too (backward_complete.py)
     EVERY: int = 2  # steps between two stores of the number of done steps (add_dq)
     ONE_HEAD: bool = False  # packed sequences whose kv heads have one query head each
+    DROPOUT: bool = False
 
     def __post_init__(self) -> None:
         if self.HALVED and (self.DBIAS or self.BIAS_FLOAT32 or self.ROW or self.COLUMN):
@@ -325,6 +326,7 @@ class DbiasConfig(Config):
     VDO_STAGES: int
     BIAS_STAGES: int
     BIAS: bool = True
+    DROPOUT: bool = False
 
     QUERIES_RESIDENT = True
 
@@ -480,7 +482,8 @@ def shared_bias_tile(p: Problem) -> DbiasConfig:
     sizes = sizes_of(p.d, p.dv)
     if float32_bias(p):
         return FLOAT32_BIAS[sizes][1]
-    if sizes == (SHARED_BY_FOUR.D, SHARED_BY_FOUR.DV) and fill_four(p.nq) and not p.documents:
+    four = fill_four(p.nq) and not (p.documents or p.dropout_p)
+    if sizes == (SHARED_BY_FOUR.D, SHARED_BY_FOUR.DV) and four:
         return SHARED_BY_FOUR
     return SHARED_BIAS[sizes]
 
@@ -518,7 +521,7 @@ def tiles_of(p: Problem, copied: bool) -> tuple[Config, ...]:
 
 def is_long(p: Problem, size: tuple[int, int]) -> bool:
     """Return True if the tile of long sequences is faster, as far as it was measured."""
-    if size not in LONG or p.bias is not None:
+    if size not in LONG or p.bias is not None or p.dropout_p:
         return False
     keys = p.total_k // max(p.batch, 1) if p.varlen else p.nk
     tiles = p.batch * p.hk * -(-keys // LONG[size].BLOCK_RESIDENT)
@@ -536,6 +539,8 @@ def is_long(p: Problem, size: tuple[int, int]) -> bool:
 def takes_four(p: Problem, size: tuple[int, int]) -> bool:
     """Return True if four consumers are faster for a bias that is copied tile by tile."""
     if size != (FOUR.D, FOUR.DV) or p.bias is None or p.bias[:2] == (p.batch, p.hq):
+        return False
+    if p.dropout_p:
         return False
     # with documents 19 words spill in the loops
     tiles = p.batch * p.hk * -(-p.nk // FOUR.BLOCK_RESIDENT)
@@ -560,6 +565,7 @@ def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
         "DOCUMENTS": p.documents,
         "SOFTCAP": p.softcap > 0,
         "ALIBI": p.distance,
+        "DROPOUT": p.dropout_p > 0,
         "NATURAL": p.natural,
     }
     if isinstance(tile, FusedConfig):

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from .forward_lib import Copies, Shared, full_tiles, other_strip
 from .forward_producer import any_overflowed, producer
 from .forward_results import store_lse, store_output
-from .forward_scores import masked, masked_where_partial, scores
+from .forward_scores import dropped, masked, masked_where_partial, scores
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -294,9 +294,11 @@ def step(
     scale = LOG2E if C.ADDED else n.scale
     SKIPS: gl.constexpr = C.SKIPS and not MASKED
     if C.LAGS and not MASKED:
-        p, l, s = lagging_step(S, m, l, scale, C.ROUND_LATE, dtype)
+        p, l, s = lagging_step(S, m, l, scale, C.UNROUNDED, dtype)
     else:
-        p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, C.ROUND_LATE, dtype)
+        p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, C.UNROUNDED, dtype)
+    if C.DROPOUT:
+        p = rounded(dropped(C, p, j, first, tile, t, n), dtype)
     if SKIPS and C.OVERLAP and (C.ROUND_LATE or C.ADDED):
         # l needs all weights: ptxas would move some below the wait, to where they are rounded
         l = settled(l, 2)
@@ -348,9 +350,11 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
     scale = LOG2E if C.ADDED else n.scale
     s = gl.full([64, 4], 0.0, gl.float32, rows)
     if C.FIRST_LAGS:
-        p, l, s = lagging_step(S, m, l, scale, False, dtype)
+        p, l, s = lagging_step(S, m, l, scale, C.DROPOUT, dtype)
     else:
-        p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, False, dtype)
+        p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, C.DROPOUT, dtype)
+    if C.DROPOUT:
+        p = rounded(dropped(C, p, j, first, tile, t, n), dtype)
     return p, m, l, s
 
 

@@ -35,6 +35,7 @@ class Pointers(NamedTuple):
     alibi: Any = None  # [Hq]
     sink: Any = None
     bias: Any = None  # unless TMA copies it
+    seed: Any = None  # DROPOUT: int64 []
     overflow: Any = None  # LAGS, MENDS: not 0 since some row of this plan overflowed
     arrived: Any = None  # int32 [1], the copies to the memory of keys that are done (lib/arrivals)
     needed: Any = None  # int32, those that a tile of keys waits for (rules/arrivals.py)
@@ -69,6 +70,12 @@ class Numbers(NamedTuple):
     parts: Any = None  # parts of a tile's keys, each with its tile; None: one
     early: Any = None  # queries before a gap (``call.inputs.Gap``); None: there is no gap
     gap: Any = None  # its keys
+    threshold: Any = None  # DROPOUT: the least draw that is kept
+    keep_scale: Any = None  # the factor of kept weights
+    first_query: Any = None  # the first query in a longer call, 64 keys, head and sequence
+    first_block: Any = None
+    first_head: Any = None
+    first_sequence: Any = None
 
 
 class Copies(NamedTuple):

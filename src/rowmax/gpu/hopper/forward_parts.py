@@ -52,7 +52,7 @@ def may_split(p: Problem) -> bool:
 
     Prefix lengths are not, but parts without keys of a short prefix are merged like any other.
     """
-    plain = p.bias is None and not (p.varlen or p.documents) and p.gap is None
+    plain = p.bias is None and not (p.varlen or p.documents or p.dropout_p) and p.gap is None
     some = p.batch and p.hq and p.nq and p.nk
     return bool(some) and plain and (p.dv <= MOST_COLUMNS or is_wide(p, ""))
 

@@ -89,7 +89,10 @@ def store_whole(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     gl.store(t.lse + at, value, mask=row < tile.nq)
     if C.LAGS:
         gl.store(t.overflow + 0 * r, 1, mask=(row < tile.nq) & (value != value))
-    return inverse * unit
+    inverse = inverse * unit
+    if C.DROPOUT:
+        inverse = inverse * n.keep_scale
+    return inverse
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from ...rules.score import ScoreTerms
 from .forward_lib import full_range
 from .lib import rules
+from .lib.dropout import first_draw, kept_columns, rows_of_draws
 from .lib.scores import columns, lanes, rows_of, widened
 from .lib.softmax import along_row, by_lane
 
@@ -77,6 +78,15 @@ def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, t, n):
             there = along_row(there) & (column < tile.used - j * C.BLOCK_K)
             x = gl.load(at + along_row(within) + column * n.bias_k, mask=there, other=0.0)
     return x
+
+
+@gluon.jit
+def dropped(C: gl.constexpr, p, j, first, tile, t, n):
+    """Return weights p ``[64, BLOCK_K]`` with 0 for the pairs that dropout drops."""
+    r = rows_of_draws(p)
+    head = tile.head * C.GROUP + r % C.GROUP
+    place = first_draw(j * (C.BLOCK_K // 64), first + r // C.GROUP, head, tile.b, n)
+    return kept_columns(p, place, t.seed, n.threshold)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ...call.inputs import Arrivals
+from ...call.inputs import Arrivals, Positions
 from ...call.problem import Problem, Tensors
 from ...rules.arrivals import MOST_KEYS
 from ...rules.softmax import LOG2E
@@ -203,7 +203,7 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         out, lse, sink = made["part_out"], made["part_rows"], None  # merged with the sink
     return Pointers(
         out, lse, table, ends, counter, cu_q, cu_k, lengths, spans, q_range, k_range, q_ids, k_ids,
-        heads, sink, bias, plan.overflow,
+        heads, sink, bias, tensors.seed if C.DROPOUT else None, plan.overflow,
     )  # fmt: skip
 
 
@@ -474,7 +474,16 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int, parts: int) -> 
         heads, p.hk, keys, p.nq, p.nk, *p.limits, p.batch, scale, inner, *bias_strides, *id_strides,
         *each, p.hq, ratio, p.total_q, None if p.positions is None else p.positions.shift,
         parts if parts > 1 else None, *(p.gap or (None, None)),
+        *draws(p),
     )  # fmt: skip
+
+
+def draws(p: Problem) -> tuple[Any, ...]:
+    """Return the numbers of dropout, None without it: those of ``dropout.first_draw`` come last."""
+    if not p.dropout_p:
+        return (None,) * 6
+    _, query, key, head, sequence = p.positions or Positions()
+    return p.dropout_threshold, p.keep_scale, query, key // 64, head, sequence
 
 
 def tile_order(

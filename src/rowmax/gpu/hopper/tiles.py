@@ -201,6 +201,7 @@ class Config(Widths):
     SOFTCAP: bool = False
     ALIBI: bool = False
     SINK: bool = False
+    DROPOUT: bool = False
     BIAS: str = ""  # path of the bias (host.bias_path), or none
     B_STAGES: int = 1  # buffers of a copied bias
     STRIP: int = 0  # key tiles of a bias that a block keeps for all its sequences; 0: none
@@ -282,6 +283,11 @@ class Config(Widths):
         Three warpgroups would spill under a causal mask.
         """
         return self.LAGS or not (self.ROUND_LATE and self.RIGHT)
+
+    @property
+    def UNROUNDED(self) -> bool:
+        """Return True if a step's softmax does not round its weights."""
+        return self.ROUND_LATE or self.DROPOUT
 
     @property
     def ADDED(self) -> bool:
@@ -379,7 +385,7 @@ def tile_for(
     few = rows * p.hq <= processors
     if few:
         tile = FEW[d, dv]
-    plain = not (bias or p.heads or p.documents or p.softcap > 0)
+    plain = not (bias or p.heads or p.documents or p.softcap > 0 or p.dropout_p > 0)
     if not spilled and plain and (d, dv) in LONG and is_long(p, d, few):
         return LONG[d, dv]
     if bias in ("row", "gathered"):  # numbers in flight need registers too
@@ -411,7 +417,7 @@ def strip_for(p: Problem, tile: Tile, processors: int) -> Tile | None:
     sharers = p.batch // p.bias[0] * (p.hq // p.bias[1])
     tiles = -(-p.nq // (tile.warpgroups * ROWS)) * p.batch * p.hq
     banded = p.left is not None or p.right is not None or p.documents
-    if banded or sharers < STRIP_SHARERS or tiles < STRIP_SHARERS * processors:
+    if p.dropout_p or banded or sharers < STRIP_SHARERS or tiles < STRIP_SHARERS * processors:
         return None
     for changes in STRIPS:
         choice = replace(tile, strip=True, **changes)
@@ -479,6 +485,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         LEFT=p.left is not None, RIGHT=p.right is not None,
         VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
         SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural and not added,
+        DROPOUT=p.dropout_p > 0,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         STRIP=tile.b_stages if tile.strip else 0, SIDES=tile.sides, ONTO_BIAS=added,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,

@@ -57,6 +57,19 @@ WAIT_FOR_COUNT = gl.constexpr(
     }"""
 )
 
+#: A number if a draw is at least $3, else 0. Draws are unsigned, in the upper half of a word. One
+#: text for both instructions: the compiler would gather all comparisons before all selections.
+KEEP = gl.constexpr("{ .reg .pred p; setp.ge.u32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p; }")
+#: Bits, with those of $4 if a draw is at least $3.
+KEEP_BIT = gl.constexpr(
+    "{ .reg .pred p; setp.ge.u32 p, $2, $3; mov.b32 $0, $1; @p or.b32 $0, $0, $4; }"
+)
+#: A number if bits have that of $3, else 0.
+KEEP_BY_BIT = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 a; and.b32 a, $2, $3; setp.ne.b32 p, a, 0; "
+    "selp.f32 $0, $1, 0f00000000, p; }"
+)
+
 CLOCK = gl.constexpr("mov.u32 $0, %clock;")
 NANOSECONDS = gl.constexpr("mov.u32 $0, %globaltimer_lo;")
 
@@ -150,6 +163,15 @@ FOLLOW = gl.constexpr(
     KEEP:
     }"""
 )
+
+
+@gluon.constexpr_function
+def multiply_text(b):
+    """Return the text of the high and the low word of a word times b."""
+    return (
+        f"{{ .reg .b64 p; .reg .b32 b; mov.b32 b, {b:#x}; mul.wide.u32 p, $2, b; "
+        "mov.b64 {$1, $0}, p; }"
+    )
 
 
 @gluon.constexpr_function

@@ -25,6 +25,15 @@ def matrix(rows, width, dtype):
 
 
 @gluon.constexpr_function
+def only(L, rank, axis):
+    """Return the layout of one axis of a tile with layout L, of so many axes."""
+    for other in reversed(range(rank)):
+        if other != axis:
+            L = gl.SliceLayout(other, L)
+    return L
+
+
+@gluon.constexpr_function
 def output_layout(width):
     """Return the layout of O ``[64, width]`` for stores of 16 bytes: eight columns a thread.
 
