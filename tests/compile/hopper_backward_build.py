@@ -62,7 +62,7 @@ def build(
     like: dict[str, Any] = dict.fromkeys(Numbers._fields, 1)
     like |= {"inner": 1.0, "scale": 1.0, "out_scale": 1.0, "shift": 1 if shifted else None}
     like |= {"parts": 2 if parts else None, "shares": 2 if shares else None}
-    if not getattr(c, "DROPOUT", False):
+    if not c.DROPOUT:
         like |= dict.fromkeys(Numbers._fields[Numbers._fields.index("threshold") :])
     options = {"num_warps": 4, "enable_fp_fusion": True}
     launch = GluonLaunch(kernel_of(type(c)), (1, 1, 1), options)
@@ -104,7 +104,7 @@ def _pointers(
         q_ids=words if c.DOCUMENTS else None,
         k_ids=words if c.DOCUMENTS else None,
         alibi=number if c.ALIBI else None,
-        seed=torch.empty((), dtype=torch.int64) if getattr(c, "DROPOUT", False) else None,
+        seed=torch.empty((), dtype=torch.int64) if c.DROPOUT else None,
         bias=some if c.ROW or c.COLUMN or own_bias else None,
         dbias=number if getattr(c, "DROW", False) else dbias,
         parts=number if parts else None,

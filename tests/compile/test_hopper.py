@@ -104,6 +104,7 @@ assert len([p for p in MARKED if p.marks]) == len(_NEWEST)
 #: none with triton 3.6; 3.9 spills up to three scalars a key tile where registers are fewest (head
 #: size 256 with a window, ALiBi or a bias for each query)
 SPILLS = measured(0, 1, 3)
+SPILLS_OF_DROPOUT = measured(0, 1, 5)
 #: the same where three warpgroups have 64 columns, for which the host does not give way
 THREE = measured(0, 8, 0)
 #: the same in a loop over query tiles: four consumers have 112 registers each, so 3.9 keeps up to
@@ -157,6 +158,8 @@ def most_spills(kernel: Built, loop: list[Line], case: Case) -> int:
         return WIDE_DOCUMENTS if case.documents else WIDE
     if kernel.plan.tile in LONG.values() and case.d == 64:
         return max(SPILLS, THREE)
+    if case.dropout:
+        return SPILLS_OF_DROPOUT
     return SPILLS if has_output(kernel, loop) else ONCE
 
 

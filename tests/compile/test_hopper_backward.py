@@ -70,7 +70,17 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 #: by kernel of wide heads: further features at the largest head size
 WIDE_FEATURES = {
-    "dq": ("lengths", "packed", "alibi", "alibi block", "bias", "dbias", "row", "column"),
+    "dq": (
+        "lengths",
+        "packed",
+        "dropout",
+        "alibi",
+        "alibi block",
+        "bias",
+        "dbias",
+        "row",
+        "column",
+    ),
     "dkdv": (
         "window",
         "lengths",
@@ -78,6 +88,7 @@ WIDE_FEATURES = {
         "packed late",
         "documents",
         "softcap",
+        "dropout",
         "alibi",
         "alibi block",
         "causal bias",
@@ -165,6 +176,7 @@ MORE = {
     ("dkdv", "column"): ((25, 208), SPILLS, (25, 208)),
     ("dq", "alibi"): ((36, 216), (41, 232), SPILLS),
     ("dq", "alibi block"): ((36, 216), (41, 232), SPILLS),
+    ("dq", "dropout"): ((18, 176), (17, 200), (17, 200)),
     ("dq", "dbias"): ((21, 248), (16, 200), (22, 208)),
     ("dbias", "bias"): ((2, 40), SPILLS, (8, 40)),
     ("dbias", "causal bias"): ((3, 40), SPILLS, (16, 64)),
@@ -179,8 +191,8 @@ MORE = {
 WAITS = {"fused": 3, "dq": 3, "dkdv": 2, "dbias": 2}
 #: exponentials that may come after the wait for the product over them, of 32
 LATE = measured(7, 9, 9)
-#: the same with dropout, whose draws have more instructions under that product
-LATE_OF_DROPOUT = 9
+#: the same with dropout, whose draws have more instructions under that product than these
+LATE_OF_DROPOUT = measured(9, 9, 26)
 #: a row of a bias arrives late: one of the two warpgroups has its exponentials after the product
 #: (481 TFLOP/s on an H200, 485 without a bias), the other does not
 ONE_IN_TIME = {(64, "fused", "row")} | measured(*[{(64, "fused", "column")}] * 2, set())

@@ -180,8 +180,6 @@ def _refused_backward(p: Problem) -> str | None:
         return f"its backward takes head sizes up to 512, these are {p.d} and {p.dv}"
     if max(p.d, p.dv) > 256 and p.bias is not None:
         return "its backward of head sizes above 256 takes no bias"
-    if max(p.d, p.dv) > 128 and p.dropout_p:
-        return f"its backward takes dropout for head sizes up to 128, these are {p.d} and {p.dv}"
     if max(p.d, p.dv) > 256 and p.prefix:
         return "its backward of head sizes above 256 takes no prefix lengths"
     if p.bias is None:

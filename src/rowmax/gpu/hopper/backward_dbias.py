@@ -46,6 +46,7 @@ from .backward_lib import (
     follow,
     from_memory_order,
     issue_product,
+    kept_of_queries,
     memory_by_row,
     own_rows,
     score_layout,
@@ -61,7 +62,6 @@ from .gluon_compat import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from .lib.dropout import first_draw, kept_columns, rows_of_draws
 from .lib.order import Row
 from .lib.ring import (
     Ring,
@@ -319,11 +319,7 @@ def step(
     dp = warpgroup_mma_wait(0, deps=[dp])
     delta = settled(delta, 2)
     release(rings.vdo, use, C.VDO_STAGES)
-    if C.DROPOUT:
-        row = place.first + c * C.TOKENS + rows_of_draws(dp)
-        block = place.t * (C.BLOCK_STREAMED // 64)
-        first = first_draw(block, row, head, b, n)
-        dp = kept_columns(dp, first, t.seed, n.threshold) * n.keep_scale
+    dp = kept_of_queries(C, dp, place.first + c * C.TOKENS, place.t, head, b, t, n)
     ds = score_gradient(p, dp, delta[:, None])
     if MASKED and C.PREFIX:  # values past a length may be NaN
         ds = gl.where(p == 0.0, 0.0, ds)

@@ -51,8 +51,10 @@ from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
     Descriptors,
+    bits_of_keys,
     follow,
     held_layout,
+    kept_of_keys,
     masked_steps,
     no_scores,
     place_of,
@@ -346,6 +348,10 @@ def step_of_dv(
         halves = reinterpret(rings.w.buffers.index(u), dtype, box, layout)
         bias = halves.index(0).permute((1, 0)).load(score_layout(C))
     p, w = weights(C, MASKED, c, S, lse, bias, m, head, tile, t, n, dtype)
+    if C.DROPOUT:
+        bits = bits_of_keys(C, tile.first, m, head, tile, t, n)
+        p = kept_of_keys(C, p, bits)
+        w = 2.0 * kept_of_keys(C, w, bits) - w  # -w of a dropped pair: w is never negative
     P = rounded(p, dtype)
     if not C.BIAS:
         wait_full(rings.do, use, C.DO_STAGES)
@@ -360,7 +366,7 @@ def step_of_dv(
 
 
 @gluon.jit
-def step_of_dk(C: gl.constexpr, state, v, rings):
+def step_of_dk(C: gl.constexpr, state, v, rings, n):
     """Return the State after one tile of queries; v is the Held part of V."""
     use = state.use
     dtype: gl.constexpr = rings.q.buffers.dtype
@@ -376,6 +382,9 @@ def step_of_dk(C: gl.constexpr, state, v, rings):
         fence_async_shared()
     dp = warpgroup_mma_wait(0, deps=[dp])
     delta = row_numbers(C, rings.rows, s, 1)[None, :]
+    if C.DROPOUT:
+        dp = gl.where(w > 0.0, dp * n.keep_scale, 0.0)
+        w = gl.abs(w)
     ds = score_gradient(w, dp, delta)
     drow = state.drow
     if C.DROW:
@@ -413,7 +422,7 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, rings, mail, t, n):
                 drow = sums_by_lane(gl.full(shape, 0.0, gl.float32, score_layout(C)))
             state = State(use, x, drow)
             for _ in range((tile.hi - tile.lo) * n.group):
-                state = step_of_dk(C, state, operand, rings)
+                state = step_of_dk(C, state, operand, rings, n)
             x = scaled_parts(state.x, n.out_scale, W1)
             if C.DROW:
                 plane = (tile.b * n.heads + tile.head).to(gl.int64)
@@ -424,6 +433,8 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, rings, mail, t, n):
             full = full_range(C, tile.first, tile, n)
             state = masked_steps(C, step_of_dv, 0, state, operand, rings, tile, full, t, n)
             x = state.x
+            if C.DROPOUT:
+                x = scaled_parts(x, n.keep_scale, W1)
         use = state.use
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)

@@ -31,6 +31,7 @@ from .backward_lib import (
     Descriptors,
     follow,
     issue_product,
+    kept_of_queries,
     masked_steps,
     no_scores,
     own_rows,
@@ -233,6 +234,7 @@ def step(
     wait_full(rings.k, after, C.K_STAGES, pred=after < own.end)
     dp = warpgroup_mma_wait(0, deps=[dp])
     release(rings.v, use, C.V_STAGES)
+    dp = kept_of_queries(C, dp, tile.first + c * C.TOKENS, m, head, tile.b, t, n)
     ds = rounded(score_gradient(w, dp, own.delta[:, None]), dtype)
     if C.DBIAS:
         at, there = bias_tile(C, m, t.dbias, own.dbias, tile)

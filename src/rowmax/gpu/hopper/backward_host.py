@@ -353,7 +353,7 @@ def pointers(
         q_ids=q_ids,
         k_ids=k_ids,
         alibi=None if heads is None else heads.contiguous(),
-        seed=tensors.seed if getattr(c, "DROPOUT", False) else None,
+        seed=tensors.seed if c.DROPOUT else None,
         bias=bias,
         dbias=dbias,
         sums=t.sums if complete else None,

@@ -15,6 +15,7 @@ from .backward_order import first_place, next_place, place_tile, plane_of, resid
 from .gluon_compat import mbarrier, reinterpret, warpgroup_mma
 from .lib import ring
 from .lib.assembly import publish_text
+from .lib.dropout import drawn_bits, first_draw, kept_columns, kept_rows, rows_of_draws
 from .lib.layouts import output_layout
 from .lib.rules import product_gradient, score_bfloat16, score_float16
 from .lib.scores import columns, lanes, rows_of
@@ -423,6 +424,40 @@ def weights(
     if C.SOFTCAP:
         w = product_gradient(p, y, terms)
     return p, w
+
+
+# --- dropout -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def kept_of_queries(C: gl.constexpr, dp, first, m, head, b, t, n):
+    """Return dP ``[64, BLOCK_STREAMED]`` of queries from ``first`` on and keys of streamed tile m.
+
+    Where dropout drops a pair it is 0, else it has the factor of kept weights.
+    """
+    if C.DROPOUT:
+        row = first + rows_of_draws(dp)
+        place = first_draw(m * (C.BLOCK_STREAMED // 64), row, head, b, n)
+        dp = kept_columns(dp, place, t.seed, n.threshold) * n.keep_scale
+    return dp
+
+
+@gluon.jit
+def bits_of_keys(C: gl.constexpr, first, m, head, tile, t, n):
+    """Return ``drawn_bits`` of 64 keys from ``first`` on and the queries of streamed tile m."""
+    bits = 0
+    if C.DROPOUT:
+        place = first_draw(first // 64, m * C.BLOCK_STREAMED, head, tile.b, n)
+        bits = drawn_bits(place, t.seed, n.threshold)
+    return bits
+
+
+@gluon.jit
+def kept_of_keys(C: gl.constexpr, x, bits):
+    """Return x ``[64, BLOCK_STREAMED]`` with 0 for the pairs that dropout drops."""
+    if C.DROPOUT:
+        x = kept_rows(x, bits)
+    return x
 
 
 # --- results -----------------------------------------------------------------------------------

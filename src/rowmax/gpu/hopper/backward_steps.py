@@ -11,7 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
+    bits_of_keys,
     held_layout,
+    kept_of_keys,
     no_scores,
     row_numbers,
     score_layout,
@@ -28,7 +30,6 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .lib.dropout import drawn_bits, first_draw, kept_rows
 from .lib.parts import (
     Parts,
     count,
@@ -233,23 +234,20 @@ def whole_step(
     was = use > resident.begin
     dtype: gl.constexpr = rings.ds.buffers.dtype
     do, dp = issue_dp(C, c, resident, rings, use)
-    bits = 0
-    if C.DROPOUT:
-        first = first_draw(tile.first // 64 + c, m * C.BLOCK_STREAMED, head, tile.b, n)
-        bits = drawn_bits(first, t.seed, n.threshold)
+    bits = bits_of_keys(C, tile.first + c * C.TOKENS, m, head, tile, t, n)
     s = slot(use, C.Q_STAGES)
     lse = row_numbers(C, rings.rows, s, 0)[None, :]
     bias = 0
     if C.BIAS:
         bias = own_bias(C, c, rings, use)
     p, w = weights(C, MASKED, c, state.s, lse, bias, m, head, tile, t, n, dtype)
-    P = rounded(kept(C, p, bits), dtype)
+    P = rounded(kept_of_keys(C, p, bits), dtype)
     # A wait begins a new basic block. Without one here ptxas moves the exponentials below the wait
     # for the products that they overlap with.
     wait_full(rings.q, after, C.Q_STAGES, pred=after < resident.end)
     dp = warpgroup_mma_wait(0, deps=[dp])
     if C.DROPOUT:
-        dp = kept(C, dp, bits) * n.keep_scale
+        dp = kept_of_keys(C, dp, bits) * n.keep_scale
 
     dv = issue_with_columns(P, do, state.dv, C.DV0, C.DV1)
     if C.DQ:
@@ -277,14 +275,6 @@ def whole_step(
     dv, dk = wait_two(count(C.D1), dv, dk, C.D1)
     release(rings.q, use, C.Q_STAGES)
     return State(after, warpgroup_mma_wait(0, deps=[S]), dk, dv, drow)
-
-
-@gluon.jit
-def kept(C: gl.constexpr, x, bits):
-    """Return x ``[64, BLOCK_STREAMED]`` with 0 for the pairs that dropout drops."""
-    if C.DROPOUT:
-        x = kept_rows(x, bits)
-    return x
 
 
 @gluon.jit

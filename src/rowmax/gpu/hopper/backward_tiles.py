@@ -49,6 +49,7 @@ class Config(Widths):
     DOCUMENTS: bool = False
     SOFTCAP: bool = False
     ALIBI: bool = False
+    DROPOUT: bool = False
     BIAS: bool = False  # a number for each pair
     BIAS_FLOAT32: bool = False  # it has float32 numbers, whatever the dtype of q
     ROW: bool = False  # the bias is a number for each key
@@ -128,7 +129,6 @@ class FusedConfig(Config):
     COMPLETE: bool = False  # this launch rounds dq, too (backward_complete.py)
     EVERY: int = 2  # steps between two stores of the number of done steps (add_dq)
     ONE_HEAD: bool = False  # packed sequences whose kv heads have one query head each
-    DROPOUT: bool = False
 
     def __post_init__(self) -> None:
         if self.HALVED and (self.DBIAS or self.BIAS_FLOAT32 or self.ROW or self.COLUMN):
@@ -326,7 +326,6 @@ class DbiasConfig(Config):
     VDO_STAGES: int
     BIAS_STAGES: int
     BIAS: bool = True
-    DROPOUT: bool = False
 
     QUERIES_RESIDENT = True
 
