@@ -240,7 +240,7 @@ def other_set(rank: Rank) -> list[str]:
         return real(*given, **{**options, "seed": 5})
 
     with mock.patch.object(rd, "attention", wrong):
-        return checks.check_dropout(rank, "zigzag", "keys", "torch")
+        return checks.check_dropout(rank, "float32", "zigzag", "keys", "torch")
 
 
 def drifting(rank: Rank) -> list[str]:

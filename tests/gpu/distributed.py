@@ -148,14 +148,16 @@ def check_dtypes(rank: Rank, case: Case, kind: str, backend: str | None) -> list
     return found
 
 
-def check_dropout(rank: Rank, kind: str, strategy: str, backend: str | None) -> list[str]:
+def check_dropout(
+    rank: Rank, dtype: str, kind: str, strategy: str, backend: str | None
+) -> list[str]:
     """Return an error if another set of pairs is kept than on one device.
 
     With values that are a unit matrix, out is the weights: those of dropped pairs are 0.
     """
-    case = Case("kept", b=2, nq=190, nk=230, hk=2, d=16, dv=230, dropout=0.4)
-    call = with_unit_values(make(case, rank.device))
-    unit = torch.eye(230, device=rank.device)[None, :, None].expand(call.inputs[2].shape)
+    case = Case("kept", b=2, nq=190, nk=232, hk=2, d=16, dv=232, dropout=0.4)
+    call = with_unit_values(make(case, rank.device, getattr(torch, dtype)))
+    unit = torch.eye(232).to(call.inputs[0])[None, :, None].expand(call.inputs[2].shape)
     whole = rowmax.attention(*call.inputs[:2], unit, **call.keywords, backend=backend)
     assert isinstance(whole, Tensor)
     queries, keys = layouts_of(call, kind, rank.size)
@@ -449,9 +451,9 @@ def dtypes(given: argparse.Namespace) -> Iterator[Check]:
 
 def dropout(given: argparse.Namespace) -> Iterator[Check]:
     """Yield a check of the kept set for each pair of layout and strategy."""
-    for kind, strategy in PAIRS:
+    for dtype, (kind, strategy) in product(("float32", "bfloat16"), PAIRS):
         variant = f"{kind} {strategy}"
-        yield Check("", "dropout", "float32", variant, check_dropout, (kind, strategy))
+        yield Check("", "dropout", dtype, variant, check_dropout, (dtype, kind, strategy))
 
 
 def one_rank(given: argparse.Namespace) -> Iterator[Check]:
