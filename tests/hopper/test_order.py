@@ -102,6 +102,9 @@ def test_blocks_with_a_strip_compute_every_tile_once(shared: tuple[int, int], si
         ({"b": 2, "hq": 8, "nq": 8192, "d": 256}, 1.03),  # was 1.16
         ({"b": 1, "hq": 16, "nq": 4096, "d": 128}, 1.03),  # few tiles: one section; was 1.32
         ({"b": 3, "hq": 12, "nq": 4096, "d": 64}, 1.03),  # was 1.14
+        ({"b": 1, "hq": 12, "nq": 4096, "d": 128}, 1.01),  # blocks are filled best; was 1.10
+        ({"b": 1, "hq": 5, "nq": 8192, "d": 128}, 1.02),  # was 1.12
+        ({"b": 1, "hq": 3, "nq": 16384, "d": 128}, 1.01),  # was 1.11
         ({"b": 1, "hq": 32, "hk": 8, "nq": 8192, "d": 128}, 1.01),
         ({"b": 3, "hq": 40, "nq": 2048, "d": 128}, 1.02),
         ({"b": 4, "hq": 8, "nq": 1024, "d": 128}, 1.04),  # few tiles in a sequence; was 1.41
@@ -195,6 +198,43 @@ def test_blocks_end_no_later_than_after_even_sections(
         assert work <= even, case
         sooner += work < even
     assert sooner
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_that_are_filled_best_end_sooner(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, sooner = random.Random(seed), 0
+    for _ in range(40):
+        case, processors = drawn_case(draw)
+        n, heads = draw.choice([4096, 6000, 8192, 16384]), draw.randint(1, 20)
+        case |= {"b": 1, "nq": n, "nk": n, "hq": heads, "hk": heads, "d": 128, "causal": True}
+        case = case | {"left": None}
+        work = max(forward_work(case, processors))
+        with monkeypatch.context() as patch:
+            patch.setattr(order, "LEAST_FITTED", 2**31)
+            others = max(forward_work(case, processors))
+        assert work == others or order.FITTED * work < others, case
+        sooner += work < others
+    assert sooner
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_that_fill_blocks_best(seed: int) -> None:
+    """Those before them keep their blocks, and the last block ends no later."""
+    draw = random.Random(seed)
+    n, blocks = draw.randint(1, 300), draw.choice([1, 2, 7, 132])
+    first = draw.choice([0, n, draw.randint(0, n)])
+    costs = [float(draw.randint(1, 60)) for _ in range(n)]
+    costs[first:] = sorted(costs[first:], reverse=True)
+    plain, found = order.first_free(costs, blocks), order.best_fits(costs, first, blocks)
+    assert found[:first] == plain[:first]
+    assert len(found) == n
+    assert set(found) <= set(range(blocks))
+    ends = [max(order.ends_of(costs, block, blocks)) for block in (found, plain)]
+    assert sum(costs) / blocks <= ends[0] <= ends[1]
+    rows, last = order.places_of(found, blocks)
+    assert len(set(rows)) == n
+    assert [row % blocks for row in rows] == found
+    assert sorted(rows) == sorted(x for b, end in enumerate(last) for x in range(b, end, blocks))
 
 
 def test_heads_that_read_the_same_keys_of_a_window_go_together() -> None:
