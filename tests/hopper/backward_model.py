@@ -199,6 +199,7 @@ def drawn_packed(count: int, seed: int) -> list[Case]:
         values["sequences"] = tuple(rng.choice((pairs, same or pairs)))
         values["d"] = rng.choice((16, 64, 96, 128, 128, 256))
         values |= rng.choice(({"causal": True}, {"right": rng.randint(1, 90)}))
+        values["dropout"] = rng.choice((0.0, 0.0, 0.3))
         found.append(Case(f"drawn-packed-{n}", **values))
     return found
 

@@ -101,6 +101,7 @@ def drawn_groups(count: int, seed: int) -> list[Case]:
         limits = rng.choice(({}, {"causal": True}, {"left": rng.randint(0, 200), "right": 0},
                              {"left": 70, "right": rng.randint(0, 90)}))  # fmt: skip
         values |= limits | {"sink": rng.random() < 0.3, "alibi": rng.random() < 0.2}
+        values["dropout"] = rng.choice((0.0, 0.0, 0.3))
         found.append(Case(f"drawn-groups-{n}", **values))
     return found
 
