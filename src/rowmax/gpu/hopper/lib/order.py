@@ -162,11 +162,11 @@ LEAST_LAST = 0.9
 LATE_TILES = 3
 #: the last sections whose tiles may fill blocks best
 LAST_SECTIONS = (1, 2, 3, 4, 6)
-#: blocks of which the last one ends later than their mean by no more than this factor end together
+#: blocks of which the last one ends later than it must by no more than this factor end together
 EVEN = 1.015
 #: the fewest tiles of a head that were measured, and the factor by which octaves end later, where
 #: tiles fill blocks best. With a lesser one 0.92 to 1.02 of the speed was measured (an H200)
-LEAST_FITTED, FITTED = 32, 1.03
+LEAST_FITTED, FITTED = 22, 1.03
 #: the ends that ``best_fits`` tries, over the least that any order may have
 FACTORS = (1.0, 1.003, 1.006, 1.01, 1.015, 1.02, 1.03, 1.05, 1.08)
 #: half of the L2 cache, for keys and values of the heads in flight
@@ -240,7 +240,7 @@ def dense_table(
     if early < len(parts):
         pieces += in_octaves(counts[longest], longest, torch.cat(parts[early:]), sections[0])
     found = in_pieces(counts, pieces, blocks)
-    if octaves and n >= LEAST_FITTED and found.end > FITTED * found.mean:
+    if octaves and n >= LEAST_FITTED and found.end > FITTED * found.least:
         fitted = fitted_last(counts, sections, blocks)
         found = fitted if FITTED * fitted.end < found.end else found
     rows, ends = places_of(found.block, blocks)
@@ -256,7 +256,7 @@ class Spread(NamedTuple):
     head: Tensor
     block: list[int]
     end: float  # when the last block ends, in streamed tiles
-    mean: float  # the mean work of a block
+    least: float  # the least end: the mean work of a block, or the longest tile
 
 
 def in_pieces(
@@ -271,7 +271,8 @@ def in_pieces(
     costs = (counts[m] + OVERHEAD).tolist()
     others = pieces[: len(pieces) - fitted]
     block = best_fits(costs, sum(len(tiles) * len(part) for tiles, part in others), blocks)
-    return Spread(m, head, block, max(ends_of(costs, block, blocks)), sum(costs) / blocks)
+    least = max(sum(costs) / blocks, max(costs))
+    return Spread(m, head, block, max(ends_of(costs, block, blocks)), least)
 
 
 def fitted_last(counts: Tensor, sections: list[int], blocks: int) -> Spread:
@@ -283,7 +284,7 @@ def fitted_last(counts: Tensor, sections: list[int], blocks: int) -> Spread:
     parts = torch.arange(sum(sections)).split(sections)
     found = in_pieces(counts, [(longest, part) for part in parts], blocks)
     for last in (n for n in LAST_SECTIONS if n <= len(parts)):
-        if found.end > EVEN * found.mean:
+        if found.end > EVEN * found.least:
             pieces = [*parts[:-last], torch.cat(parts[-last:])]
             this = in_pieces(counts, [(longest, part) for part in pieces], blocks, 1)
             found = min(found, this, key=lambda x: x.end)
