@@ -126,6 +126,14 @@ class Limit(NamedTuple):
     sentence: str  # ``{0.d}`` stands for the head size of the problem, and so on
 
 
+#: the limit of backends that make draws of dropout for 64 keys at a time (``rules/dropout.py``)
+WHOLE_DRAWS = Limit(
+    lambda p: p.positions is None or p.positions.key % 64 == 0,
+    "it draws dropout for 64 keys at a time: it takes no block that begins at key "
+    "{0.positions.key}",
+)
+
+
 def beyond(limits: Iterable[Limit], problem: Problem) -> str | None:
     """Return the sentence of the first limit that a problem does not keep, or None."""
     for limit in limits:

@@ -149,7 +149,8 @@ philox = njit(inline="always")(
     bound(
         dropout.philox_rounds,
         philox_round=_round,
-        INCREMENTS=tuple(map(np.uint64, dropout.INCREMENTS)),
+        INCREMENT_0=np.uint64(dropout.INCREMENT_0),
+        INCREMENT_1=np.uint64(dropout.INCREMENT_1),
         WORD=np.uint64(dropout.WORD),
     )
 )

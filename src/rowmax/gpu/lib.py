@@ -616,7 +616,7 @@ def kept(ptr, num, place, row, j0, j, BLOCK: tl.constexpr):
     c3 = c0 * 0 + tl.cast(b, tl.uint32)
     k0 = c0 * 0 + (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = c0 * 0 + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    w0, w1, w2, w3 = rules.philox(c0, c1, c2, c3, k0, k1)
+    w0, w1, w2, w3 = rules.philox((c0, c1, c2, c3), (k0, k1))
     word = lane & 3
     w = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
     draw = tl.where(lane < 4, w & 0xFFFF, w >> 16).to(tl.int32)

@@ -90,10 +90,11 @@ philox_round = compiled(
     M1=tl.constexpr(dropout.M1),
 )
 philox = compiled(
-    dropout.philox_words,
+    dropout.philox_rounds,
     philox_round=philox_round,
     unrolled="static_range",
     ROUNDS=tl.constexpr(dropout.ROUNDS),
     INCREMENT_0=tl.constexpr(dropout.INCREMENT_0),
     INCREMENT_1=tl.constexpr(dropout.INCREMENT_1),
+    WORD=tl.constexpr(dropout.WORD),
 )

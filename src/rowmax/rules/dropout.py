@@ -28,7 +28,7 @@ unrolled = range
 
 ROUNDS = 7
 M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
-INCREMENTS = INCREMENT_0, INCREMENT_1 = 0x9E3779B9, 0xBB67AE85
+INCREMENT_0, INCREMENT_1 = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 
 
@@ -38,31 +38,22 @@ def multiply(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def philox_round(c0, c1, c2, c3, k0, k1):
-    """Return the four words after one round; the next has the keys ``k + INCREMENTS``."""
+    """Return the four words after one round; the next has the keys ``k + INCREMENT``."""
     high0, low0 = multiply(c0, M0)
     high1, low1 = multiply(c2, M1)
     return high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
 
 
 def philox_rounds(counter, key):
-    """Return the four words of a counter of four words, with the key's low and high word."""
+    """Return the four words of a counter of four words, with the key's low and high word.
+
+    Compilers bind ``unrolled`` to a ``range`` without a branch, and the numbers to their own words.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(ROUNDS):
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
-        k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
-    return c0, c1, c2, c3
-
-
-def philox_words(c0, c1, c2, c3, k0, k1):
-    """Return the four words of ``philox_rounds``, of words that wrap, in a loop without a branch.
-
-    Compilers know the numbers ROUNDS and INCREMENT; ``unrolled`` is their ``range``.
-    """
     for _ in unrolled(ROUNDS):
         c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
-        k0 = k0 + INCREMENT_0
-        k1 = k1 + INCREMENT_1
+        k0, k1 = (k0 + INCREMENT_0) & WORD, (k1 + INCREMENT_1) & WORD
     return c0, c1, c2, c3
 
 

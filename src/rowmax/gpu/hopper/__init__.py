@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.dispatch import Limit, beyond
+from ...call.dispatch import WHOLE_DRAWS, Limit, beyond
 from ...call.inputs import Arrivals, Places
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from ...imports import without_collections
@@ -44,11 +44,7 @@ LIMITS = (
         "it takes dropout for head sizes up to 256, with a bias up to 128, these are {0.d} and "
         "{0.dv}",
     ),
-    Limit(
-        lambda p: p.positions is None or p.positions.key % 64 == 0,
-        "it draws dropout for 64 keys at a time: it takes no block that begins at key "
-        "{0.positions.key}",
-    ),
+    WHOLE_DRAWS,
     Limit(lambda p: p.allowed is None, "it does not take boolean masks"),
     Limit(lambda p: p.heads in ((), ("alibi",)), "of the terms of heads it takes alibi alone"),
     Limit(lambda p: p.align == "keys", "it aligns positions to the keys, not to prefix lengths"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...call.dispatch import SECOND_ORDER, Limit, beyond
+from ...call.dispatch import SECOND_ORDER, WHOLE_DRAWS, Limit, beyond
 from ...call.inputs import HEAD_TERMS
 from ...call.problem import Problem
 from .. import assembler, parts, shares, short_keys, tiles
@@ -38,11 +38,7 @@ LIMITS = (
         lambda p: max(p.d, p.dv) <= 512,
         "it takes head sizes up to 512, these are {0.d} and {0.dv}",
     ),
-    Limit(
-        lambda p: p.positions is None or p.positions.key % 64 == 0,
-        "it draws dropout for 64 keys at a time: it takes no block that begins at key "
-        "{0.positions.key}",
-    ),
+    WHOLE_DRAWS,
     Limit(
         lambda p: p.dtype != torch.bfloat16 or _has_capability(p, 8, 0),
         "{0.dtype} needs a GPU of compute capability 8.0 or more",

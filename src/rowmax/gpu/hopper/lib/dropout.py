@@ -36,13 +36,14 @@ philox_round = gluon.jit(
 )
 philox = gluon.jit(
     bound(
-        dropout.philox_words,
+        dropout.philox_rounds,
         philox_round=philox_round,
         unrolled=gl.static_range,
         ROUNDS=gl.constexpr(dropout.ROUNDS),
         # words are int32 here
         INCREMENT_0=gl.constexpr(dropout.INCREMENT_0 - (1 << 32)),
         INCREMENT_1=gl.constexpr(dropout.INCREMENT_1 - (1 << 32)),
+        WORD=gl.constexpr(-1),
     )
 )
 
@@ -69,9 +70,8 @@ def words_of(seed, column, row, head, b):
     """Return the four words of each counter, int32; ``seed`` is a pointer."""
     key = gl.load(seed)
     none = 0 * column + 0 * row
-    return philox(
-        column + none, row + none, head + none, b + none, key.to(gl.int32), (key >> 32).to(gl.int32)
-    )
+    counter = column + none, row + none, head + none, b + none
+    return philox(counter, (key.to(gl.int32), (key >> 32).to(gl.int32)))
 
 
 @gluon.jit
