@@ -116,6 +116,13 @@ class Problem(NamedTuple):
         return left, right
 
     @property
+    def most_seen(self) -> int:
+        """Return the most keys that a query may see: all, or those of a band with two limits."""
+        if self.left is None or self.right is None or self.bidirectional:
+            return self.nk
+        return max(0, min(self.nk, self.left + self.right + 1))
+
+    @property
     def dropout_threshold(self) -> int:
         """Return the least 16-bit draw that is kept; 0 without dropout (``rules/dropout.py``)."""
         if self.dropout_p == 0.0:

@@ -454,12 +454,13 @@ class ProductTile(NamedTuple):
 DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
 SIZES = (32, 64, 128, 256, 512)
 #: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
-#: there are at least MANY tiles of keys
+#: there are at least MANY tiles of keys; and the most keys of a query in a window
 IN_ORDER = {
     **dict.fromkeys([(32, False), (64, False)], 1024),
     **dict.fromkeys([(32, True), (64, True)], 512),
     **dict.fromkeys([(d, causal) for d in (80, 96, 128) for causal in (False, True)], 1024),
 }
+IN_ORDER_IN_WINDOW = 300
 MANY = 512
 #: where the launch that sums dQ also rounds it: the widest heads, and the fewest tiles of keys. At
 #: head size 128 it was 0.84 to 1.06 times as fast on an H100: sums that wait for their rounding
@@ -601,6 +602,8 @@ def faster_in_order(p: Problem, tile: FusedConfig) -> bool:
     """
     few = p.batch * p.hk * -(-p.nk // (WARPGROUPS * ROWS)) < MANY
     long = p.nk > IN_ORDER[tile.D, p.right is not None]
+    if p.left is not None and p.most_seen <= IN_ORDER_IN_WINDOW:
+        long = False
     measured = p.bias is None or tile.WARPGROUPS == FOUR.WARPGROUPS
     return measured and not (few or long) and every_query_sees(p)
 
