@@ -268,10 +268,14 @@ def release_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, j, use, number, state, tile, shared,
+    C: gl.constexpr, EDGE: gl.constexpr, c: gl.constexpr, j, use, number, state, tile, shared,
     t, n,
 ):  # fmt: skip
-    """Compute the scores of key tile j, and the output of the one before under its softmax."""
+    """Compute the scores of key tile j, and the output of the one before under its softmax.
+
+    EDGE: the side where the mask may cut the tile (``masked``), or "none".
+    """
+    MASKED: gl.constexpr = EDGE != "none"
     first = tile.first + c * C.TOKENS
     dtype: gl.constexpr = shared.v.buffers.low.dtype
     mark(C, t.clocks, c, use, 0)
@@ -290,7 +294,7 @@ def step(
         ring.release(shared.q, number, 1, c, pred=j == tile.lo)
     S = scores(C, S, copied, j, first, tile, t, n, dtype)
     if MASKED:
-        S = masked_where_partial(C, S, j, first, tile, t, n)
+        S = masked_where_partial(C, S, j, first, tile, t, n, EDGE)
     scale = LOG2E if C.ADDED else n.scale
     SKIPS: gl.constexpr = C.SKIPS and not MASKED
     if C.LAGS and not MASKED:
@@ -325,13 +329,13 @@ def step(
 
 @gluon.jit
 def steps(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, begin, end, use, number, state, tile,
+    C: gl.constexpr, EDGE: gl.constexpr, c: gl.constexpr, begin, end, use, number, state, tile,
     shared, t, n,
 ):  # fmt: skip
     """Compute key tiles end - 1 to ``begin``, and return (use, state) after them."""
     for i in range(begin, end):
         j = end - 1 - i + begin
-        use, state = step(C, MASKED, c, j, use, number, state, tile, shared, t, n)
+        use, state = step(C, EDGE, c, j, use, number, state, tile, shared, t, n)
     return use, state
 
 
@@ -342,7 +346,8 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
     j = tile.hi - 1
     S = scores(C, S, copied, j, first, tile, t, n, dtype)
     if C.RIGHT or C.LEFT or C.DOCUMENTS or not C.EVEN_K:
-        S = masked(C, S, j, first, tile, t, n)
+        # the last key tile of a part may be cut by the left limit
+        S = masked(C, S, j, first, tile, t, n, "right" if n.parts is None else "both")
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
     lowest: gl.constexpr = LOWEST_NATURAL if C.NATURAL else LOWEST
     m = gl.full([64, 4], FIRST if C.ONTO_BIAS else lowest, gl.float32, rows)
@@ -375,14 +380,14 @@ def rest_of_tile(C: gl.constexpr, c: gl.constexpr, use, number, state, tile, sha
     end = tile.hi - 1
     ring.wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
     if C.DOCUMENTS:  # any tile may be partial, so each is tested
-        use, state = steps(C, True, c, lo, end, use, number, state, tile, shared, t, n)
+        use, state = steps(C, "both", c, lo, end, use, number, state, tile, shared, t, n)
     else:
         full, full_end = full_tiles(C, first, tile, n)
         if C.RIGHT:
-            use, state = steps(C, True, c, full_end, end, use, number, state, tile, shared, t, n)
-        use, state = steps(C, False, c, full, full_end, use, number, state, tile, shared, t, n)
+            use, state = steps(C, "right", c, full_end, end, use, number, state, tile, shared, t, n)
+        use, state = steps(C, "none", c, full, full_end, use, number, state, tile, shared, t, n)
         if C.LEFT:
-            use, state = steps(C, True, c, lo, full, use, number, state, tile, shared, t, n)
+            use, state = steps(C, "left", c, lo, full, use, number, state, tile, shared, t, n)
     return use, state
 
 

@@ -90,8 +90,10 @@ def dropped(C: gl.constexpr, p, j, first, tile, t, n):
 
 
 @gluon.jit
-def masked(C: gl.constexpr, S, j, first, tile, t, n):
+def masked(C: gl.constexpr, S, j, first, tile, t, n, EDGE: gl.constexpr):
     """Return scores S ``[64, BLOCK_K/8, 4, 2]`` of key tile j, -inf where the mask forbids a pair.
+
+    EDGE: the limit that may cut the tile where limits are APART, "left", "right" or "both".
 
     A thread's column is a constant plus parts that depend on the lane and the tile. These parts are
     on the other side of the comparison: two limits a thread, and no register for a column.
@@ -104,9 +106,12 @@ def masked(C: gl.constexpr, S, j, first, tile, t, n):
         limit = gl.minimum(at + n.right + 1, tile.used) - before
     else:
         limit = tile.used - before
-    seen = col < along_row(limit)
-    if C.LEFT:
-        seen = seen & (col >= along_row(at - n.left - before))
+    if C.APART and EDGE == "left":
+        seen = col >= along_row(at - n.left - before)
+    else:
+        seen = col < along_row(limit)
+        if C.LEFT and not (C.APART and EDGE == "right"):
+            seen = seen & (col >= along_row(at - n.left - before))
     if C.DOCUMENTS:
         row = first + rows_of(L) // C.GROUP
         of_row = gl.load(t.q_ids + tile.b * n.ids_q + row, mask=row < tile.nq, other=0)
@@ -117,13 +122,13 @@ def masked(C: gl.constexpr, S, j, first, tile, t, n):
 
 
 @gluon.jit
-def masked_where_partial(C: gl.constexpr, S, j, first, tile, t, n):
+def masked_where_partial(C: gl.constexpr, S, j, first, tile, t, n, EDGE: gl.constexpr):
     """Return ``masked`` scores, of documents only where a pair of the key tile may be forbidden."""
     if C.DOCUMENTS:
         if partial(C, j, first, tile, t, n):
-            S = masked(C, S, j, first, tile, t, n)
+            S = masked(C, S, j, first, tile, t, n, EDGE)
     else:
-        S = masked(C, S, j, first, tile, t, n)
+        S = masked(C, S, j, first, tile, t, n, EDGE)
     return S
 
 

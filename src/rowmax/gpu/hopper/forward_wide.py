@@ -101,7 +101,7 @@ def step(C: gl.constexpr, MASKED: gl.constexpr, j, number, state, tile, shared, 
     S = issue_scores(C, 0, shared, number, use + 1)  # for no one after the last tile
     x = scores(C, state.S, 0, j, tile.first, tile, t, n, dtype)
     if MASKED:
-        x = masked_where_partial(C, x, j, tile.first, tile, t, n)
+        x = masked_where_partial(C, x, j, tile.first, tile, t, n, "both")
     scale = LOG2E if C.ADDED else n.scale
     p, m, l, alpha = softmax_step(x, state.m, state.l, scale, C.NATURAL, False, dtype)
     # each tile before has passed its last factor as well

@@ -81,13 +81,14 @@ SIZES = (32, 64, 80, 96, 128, 192, 256, 512, 576)
 #: columns of values for which a consumer's registers hold the output; for more there are launches
 MOST_COLUMNS = 256
 #: head size 64 without score terms, with many keys: three warpgroups. Taller tiles waste more at
-#: the end of a sequence and on a diagonal. Turns are taken (config_for) where they were measured:
-#: without a left limit, packed sequences or prefixes
+#: the end of a sequence, on a diagonal and at the edge of a window. Turns are taken (config_for)
+#: where they were measured: without packed sequences or prefixes
 LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32), ordered=True)
 #: words of local memory that a thread of that tile may use. Compiled by triton 3.6.0 (ptxas 12.8 or
-#: 12.9) it uses 0 and, causal, 8, once a query tile; by triton 3.9.0 32, once a query tile, and
-#: causal 56, also in its loops over keys
-LONG_64_SPILLS = 32
+#: 12.9) it uses 0, causal 8 and under a window 20, by triton 3.7 under a window 36, by triton 3.9.0
+#: 32, all once a query tile. Compiled by triton 3.9.0 it uses 56, causal, and 38 to 56 under a
+#: window, also in its loops over keys
+LONG_64_SPILLS = 36
 #: the same with columns in two parts, for more keys than were measured with two warpgroups. Three
 #: have no registers to overlap their own products and softmax
 _LONG_PARTS = Tile(3, 128, 3, 2, 1, registers=(160, 32), overlap=False)
@@ -97,8 +98,8 @@ LONG = {
     (80, 80): replace(_LONG_PARTS, v_stages=3),
     (96, 96): _LONG_PARTS,
 }
-#: by head size and mask, the keys above which three warpgroups are faster; above head size 64 also
-#: the queries
+#: by head size and mask, the keys of a query above which three warpgroups are faster; above head
+#: size 64 also the queries
 LONG_KEYS = {
     (32, "full"): 768,
     (64, "full"): 1536,
@@ -121,9 +122,13 @@ LAGS_OPERATIONS: dict[tuple[tuple[int, int], str], float] = {
     ((192, 128), "causal"): 2.5e11,
     ((192, 192), "full"): 1e12,
     ((192, 192), "causal"): 5e11,
+    ((64, 64), "window"): 2.5e11,
 }
-#: likewise the keys of a sequence above which it lags: with two warpgroups it was slower
-LAGS_KEYS = {((96, 96), "full"): LONG_KEYS[96, "full"]}
+#: likewise the keys of a query above which it lags: with two warpgroups it was slower, and in a
+#: window of 1024 keys no faster
+LAGS_KEYS = {((96, 96), "full"): LONG_KEYS[96, "full"], ((64, 64), "window"): 2000}
+#: the most keys of a query in a window whose tiles have 64 keys: fewer of a tile's are masked
+NARROW = 384
 #: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
 STRIP_SHARERS = 4
 #: the most heads that share a tile, unless queries are few. Tiles of 128 rows then have 16
@@ -195,6 +200,7 @@ class Config(Widths):
     GROUP: int = 1  # query heads of a kv head that share a tile
     LEFT: bool = False  # the band has a left limit
     RIGHT: bool = False
+    APART: bool = False  # no key tile is cut by both limits of the band, nor the last by its left
     VARLEN: bool = False
     PREFIX: bool = False
     DOCUMENTS: bool = False
@@ -367,8 +373,13 @@ def is_long(p: Problem, d: int, few: bool) -> bool:
     """Return True if three warpgroups are faster at head size d; ``few``: rows are few."""
     keys = LONG_KEYS[d, "full" if p.right is None else "causal"]
     if d <= 64:
-        return p.nk > keys
-    return dense(p) and not few and min(p.nq, p.nk) > keys
+        return p.most_seen > keys
+    return dense(p) and not few and min(p.nq, p.most_seen) > keys
+
+
+def is_narrow(p: Problem, tile: Tile) -> bool:
+    """Return True if tiles of half the keys are faster, under a window."""
+    return p.left is not None and p.most_seen <= NARROW and tile.block_k == 128
 
 
 def tile_for(
@@ -388,6 +399,8 @@ def tile_for(
     plain = not (bias or p.heads or p.documents or p.softcap > 0 or p.dropout_p > 0)
     if not spilled and plain and (d, dv) in LONG and is_long(p, d, few):
         return LONG[d, dv]
+    if plain and not few and is_narrow(p, tile):
+        return replace(tile, block_k=64, k_stages=4, v_stages=4)
     if bias in ("row", "gathered"):  # numbers in flight need registers too
         return replace(tile, block_k=64 if dv <= 128 else 32)
     if bias != "copied":
@@ -483,6 +496,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
         K_STAGES=tile.k_stages, V_STAGES=tile.v_stages, Q_STAGES=tile.q_stages,
         LEFT=p.left is not None, RIGHT=p.right is not None,
+        APART=limits_apart(p, tile.block_k),
         VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
         SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural and not added,
         DROPOUT=p.dropout_p > 0,
@@ -492,28 +506,41 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         STAGED=0 if wide else staged_columns(p, tile, bias),
         TURNED=wide or is_turned(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
-        ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
+        ORDERED=tile.ordered and not (p.varlen or p.prefix),
         LAGS=added or lags(p, bias),
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
+
+
+def limits_apart(p: Problem, block_k: int) -> bool:
+    """Return True if no key tile of 64 queries is cut by both limits of the band.
+
+    They are a tile and 64 queries apart, less one. Nor does the left one cut the last tile that
+    queries need: without lengths it ends at the right limit, or less than a tile past a query.
+    """
+    if p.left is None or p.right is None or p.prefix or p.documents:
+        return False
+    return p.most_seen >= block_k + ROWS - 1 and p.left >= block_k - 1
 
 
 def lags(p: Problem, bias: str) -> bool:
     """Return True if the reference of the softmax lags, and a second launch mends overflowed rows.
 
     Score terms keep the maximum: they were not measured, and ALiBi of queries before their keys may
-    rise by more than a tile's range. So do left limits, which were not measured, float16, whose
-    weights end at 2^16, and wide values, whose kernel has no step without a maximum.
+    rise by more than a tile's range. So do left limits alone, which were not measured, either. So
+    do float16, whose weights end at 2^16, and wide values, whose kernel has no step without one.
     """
     terms = bias or p.heads or p.documents or p.softcap > 0
-    if terms or p.left is not None or p.dtype != torch.bfloat16 or sizes_of(p)[1] > MOST_COLUMNS:
+    if terms or p.dtype != torch.bfloat16 or sizes_of(p)[1] > MOST_COLUMNS:
         return False
     mask = "full" if p.right is None else "causal"
+    if p.left is not None:
+        mask = "left" if p.right is None else "window"
     operations = forward_flops(p)
     if p.varlen:  # as many sequences of the longest length as there are queries for
         operations = operations * p.total_q // max(p.batch * p.nq, 1)
     size = sizes_of(p), mask
-    enough = p.nk > LAGS_KEYS.get(size, 0)
+    enough = p.most_seen > LAGS_KEYS.get(size, 0)
     return enough and operations >= LAGS_OPERATIONS.get(size, math.inf)
 
 
