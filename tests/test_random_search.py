@@ -18,7 +18,7 @@ from rowmax.testing import Case, make
 
 from . import extreme_bias
 from .drawn import Drawn, RefusedError, changed, from_json, reduced
-from .gpu import random_search, results
+from .gpu import random_search, results, special_draws
 
 SMALL = Drawn(Case("small", b=1, nq=5, hq=1, d=4), "float32", 0)
 
@@ -160,7 +160,7 @@ def test_a_packed_failure_is_made_small() -> None:
 def test_every_kind_of_calls_has_a_name_and_a_check() -> None:
     """A search of a kind without a name would end at its first report."""
     kinds = set(random_search.NAMES) - {""}
-    assert kinds == set(random_search.CHECKS) >= set(random_search.DRAWS)
+    assert kinds == set(random_search.CHECKS) >= set(special_draws.DRAWS)
     for kind in kinds:
         assert random_search.arguments(["--device", "cpu", f"--{kind}"]).special == kind
 
@@ -170,7 +170,7 @@ def test_calls_with_extreme_biases_are_compared(monkeypatch: pytest.MonkeyPatch)
     calls = [x for x in random_search.calls_of(job) if (x.case.nk or 0) >= extreme_bias.FEW_KEYS]
     assert calls
     for one in calls:
-        assert one.case.bias in random_search.OF_PAIRS
+        assert one.case.bias in special_draws.OF_PAIRS
         assert extreme_bias.random_wrong(one, "torch", "cpu") == []
     right = extreme_bias.answer
 

@@ -38,7 +38,8 @@ from .releases import measured
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
-    "window": {"left": 100, "right": 0},
+    "window": {"left": 700, "right": 0, "nq": 900},
+    "narrow": {"left": 200, "right": 0, "nq": 900},
     "lengths": {"lengths": (0.5,)},
     "packed": {"sequences": ((100, 100), (28, 60)), "causal": True},
     "packed-grouped": {"sequences": ((100, 100), (28, 60)), "causal": True, "hk": 8},
@@ -65,6 +66,8 @@ CASES = [
     or ((d, dv) == (512, 512) and "bias" not in name and "dropout" not in name)
 ]
 CASES += [
+    Case("64x64-narrow", b=1, hq=64, d=64, **FEATURES["narrow"]),
+    Case("96x96-narrow", b=1, hq=64, d=96, **FEATURES["narrow"]),
     Case("64x64-dropout", b=1, hq=64, d=64, dropout=0.1),
     Case("64x64-dropout-bias", b=1, hq=64, nq=256, d=64, dropout=0.1, bias="bhqk"),
 ]
@@ -78,6 +81,7 @@ LONG_CASES += [
     Case(f"{d}x{d}-long-grouped", b=2, hq=8, hk=2, nq=9000, nk=9001, d=d, causal=True)
     for d, _ in LONG
 ]
+LONG_CASES += [Case("64x64-long-window", b=2, hq=2, nq=9000, nk=9001, d=64, left=4000, right=0)]
 CASES += LONG_CASES
 #: blocks that keep a bias: with two sides and four of heads of 32, with one of 64
 STRIPS = [
@@ -107,6 +111,8 @@ SPILLS = measured(0, 1, 3)
 SPILLS_OF_DROPOUT = measured(0, 1, 5)
 #: the same where three warpgroups have 64 columns, for which the host does not give way
 THREE = measured(0, 8, 0)
+#: with a reference that lags under a window, 1.033 times as fast (H200): statistics of the rows
+LAGGING_WINDOW = measured(4, 0, 0)
 #: the same in a loop over query tiles: four consumers have 112 registers each, so 3.9 keeps up to
 #: 25 addresses and limits of a query tile in local memory, outside its loops over key tiles
 ONCE = measured(0, 2, 25)
@@ -120,7 +126,7 @@ LATE: dict[str, int] = measured(_LATE | {"256x256-packed-grouped": 2}, _LATE, {}
 
 
 #: long calls whose three warpgroups a compiler may refuse registers: triton 3.9.0 does
-MAY_SPILL = {"64x64-long-causal"}
+MAY_SPILL = {"64x64-long-causal", "64x64-long-grouped", "64x64-long-window"}
 
 
 def spills(kernel: Built) -> bool:
@@ -311,7 +317,8 @@ def test_steps_that_lag_take_no_maximum(case):
     free = 0
     for loop in kernel.loops():
         texts = [line.text for line in loop]
-        assert spills_in(loop) <= most_spills(kernel, loop, case)
+        most = LAGGING_WINDOW if case.name == "64x64-long-window" else 0
+        assert spills_in(loop) <= max(most, most_spills(kernel, loop, case))
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         late = sum("MUFU.EX2" in text for text in texts[waits[-1] :])
         assert late <= 2 or not kernel.plan.tile.overlap
@@ -325,7 +332,7 @@ def test_steps_that_lag_take_no_maximum(case):
     assert report.findings == report.stack == []
 
 
-@pytest.mark.parametrize("case", [LAGGING[0], LONG_CASES[-1], *LONG_CASES[1:5]], ids=str)
+@pytest.mark.parametrize("case", [LAGGING[0], *LONG_CASES[-2:], *LONG_CASES[1:5]], ids=str)
 def test_the_second_launch_is_the_shipped_kernel(case):
     """It takes maxima, as without a reference that lags, and keeps to shared memory."""
     kernel = build(case, lags=True, mends=True)

@@ -178,7 +178,7 @@ def lagging_references() -> Iterator[None]:
     """Compute forwards by references that lag, and share a bias, however little work there is."""
     from rowmax.gpu.hopper import host, tiles
 
-    every = dict.fromkeys(product(tiles.TILES, ("full", "causal")), 0.0)
+    every = dict.fromkeys(product(tiles.TILES, ("full", "causal", "window")), 0.0)
     strip_for = tiles.strip_for
     with (
         mock.patch.object(tiles, "LAGS_OPERATIONS", every),

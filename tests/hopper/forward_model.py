@@ -135,8 +135,31 @@ def drawn_parts(count: int, seed: int) -> list[Case]:
     return found
 
 
+def drawn_windows(count: int, seed: int) -> list[Case]:
+    """Return random calls under windows, narrow or wide next to a tile, causal or not."""
+    found, rng = [], random.Random(seed)
+    for n in range(count):
+        hk = rng.choice((1, 1, 2))
+        nk = rng.randint(1, 700)
+        values: dict[str, Any] = {"b": 1, "hk": hk, "hq": hk * rng.choice((1, 2, 4, 8))}
+        values["d"] = rng.choice((32, 64, 64, 80, 96, 128, 128, 192, 256))
+        values["dv"] = 128 if values["d"] == 192 else None
+        values |= {"nq": rng.choice((nk, nk, rng.randint(1, nk), nk + 70)), "nk": nk}
+        values["left"] = rng.choice((rng.randint(0, 130), rng.randint(126, 450)))
+        values["right"] = rng.choice((0, 0, 0, None, -rng.randint(1, 40), rng.randint(1, 90)))
+        if rng.random() < 0.2:
+            some = range(rng.randint(1, 4))
+            values["sequences"] = tuple((rng.randint(0, 300), rng.randint(0, 400)) for _ in some)
+        elif rng.random() < 0.2:
+            values["lengths"] = (rng.random(),)
+        values |= {"sink": rng.random() < 0.3, "softcap": rng.choice((0.0, 0.0, 2.0))}
+        found.append(Case(f"drawn-windows-{n}", **values))
+    return found
+
+
 MORE = [
     *drawn_pairs(40, 0),
+    *drawn_windows(40, 0),
     *drawn_parts(40, 0),
     *drawn_groups(40, 0),
     *(
@@ -159,6 +182,7 @@ MORE = [
     Case("long", b=1, nq=300, nk=2000, hq=1, d=64, left=700, right=0),
     Case("turns", b=1, nq=300, nk=2000, hq=1, d=64),
     Case("turns-causal", b=1, nq=450, nk=4200, hq=2, d=64, causal=True, sink=True),
+    Case("turns-window", b=1, nq=450, nk=4200, hq=2, d=64, left=3500, right=-2),
     *(
         Case(f"tall-{d}{'-causal' * causal}", b=1, nq=300, nk=420, hq=2, d=d, causal=causal)
         for d in (72, 96)

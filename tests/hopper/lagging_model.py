@@ -40,6 +40,8 @@ CASES = [
     Case("causal-short", b=1, nq=400, nk=131, hq=2, d=64, causal=True),
     Case("window", b=1, nq=500, nk=700, hq=1, d=64, left=300, right=40),
     Case("left", b=1, nq=200, nk=700, hq=1, d=64, left=400),
+    Case("window-causal", b=1, nq=500, nk=700, hq=1, d=64, left=300, right=0),
+    Case("window-turns", b=1, nq=250, nk=3400, hq=1, d=64, left=3200, right=0),
     Case("grouped", b=2, nq=20, nk=500, hq=8, hk=2, d=64, causal=True, sink=True),
     Case("lengths", b=3, nq=140, nk=600, hq=2, d=64, lengths=(1.0, 0.6, 0.0)),
     Case("packed", hq=4, hk=2, d=64, causal=True,
