@@ -217,6 +217,21 @@ def test_blocks_that_are_filled_best_end_sooner(seed: int, monkeypatch: pytest.M
     assert sooner
 
 
+@pytest.mark.parametrize(("n", "octaves"), [(8192, True), (16384, False)])
+def test_heads_are_in_octaves_where_blocks_end_sooner(
+    n: int, octaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 256, N 16384: blocks end together without, and heads in turns read keys once."""
+    p = drawn.problem_of(Case("", b=1, nq=n, nk=n, hq=2**17 // n, d=256, causal=True), "bfloat16")
+    C = forward_tiles.config_for(p, forward_tiles.tile_for(p, "", 132), "", 1)
+    _, found, _ = forward.tile_order(p, C, 132, CPU)
+    monkeypatch.setattr(order, "LEAST_IN_OCTAVES", 2**31)
+    _, plain, _ = forward.tile_order(p, C, 132, CPU)
+    assert found is not None
+    assert plain is not None
+    assert torch.equal(found, plain) is not octaves
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_tiles_that_fill_blocks_best(seed: int) -> None:
     """Those before them keep their blocks, and the last block ends no later."""

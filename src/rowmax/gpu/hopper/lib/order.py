@@ -218,8 +218,9 @@ def dense_table(
     Where counts do not differ, the tiles of a head run in parallel and share the cache.
 
     ``octaves``: where the last section would end late, the last heads follow in octaves of their
-    counts, or each of their tiles goes to the block that it fills best (``best_fits``). Launches
-    that add to what other tiles add to were 0.91 to 1.07 times as fast by octaves.
+    counts if so blocks end sooner, or each of their tiles goes to the block that it fills best
+    (``best_fits``). Launches that add to what other tiles add to were 0.91 to 1.07 times as fast by
+    octaves.
 
     ``near``: each tile reads streamed rows near it, as in a window. Then the heads of a section go
     together even where counts do not differ.
@@ -234,12 +235,13 @@ def dense_table(
         return table_rows(m[order] * tokens, h[order], heads), ends.int()
     parts = head.split(sections)
     late = late_sections(counts, sections, blocks) if octaves else 0
-    early = max(0, len(parts) - late)
     longest = counts.argsort(descending=True, stable=True)
-    pieces = [(longest, part) for part in parts[:early]]
-    if early < len(parts):
-        pieces += in_octaves(counts[longest], longest, torch.cat(parts[early:]), sections[0])
+    pieces = [(longest, part) for part in parts]
     found = in_pieces(counts, pieces, blocks)
+    if late:
+        last = torch.cat(parts[-late:])
+        pieces[-late:] = in_octaves(counts[longest], longest, last, sections[0])
+        found = min(found, in_pieces(counts, pieces, blocks), key=lambda x: x.end)
     if octaves and n >= LEAST_FITTED and found.end > FITTED * found.least:
         fitted = fitted_last(counts, sections, blocks)
         found = fitted if FITTED * fitted.end < found.end else found
