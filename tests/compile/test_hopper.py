@@ -62,8 +62,9 @@ CASES = [
     for d, dv in TILES
     for name, features in FEATURES.items()
     if name in ("full", "causal")
-    or (d, dv) in ((128, 128), (256, 256))
-    or ((d, dv) == (512, 512) and "bias" not in name and "dropout" not in name)
+    or (d, dv) == (128, 128)
+    or ((d, dv) == (256, 256) and name != "narrow")
+    or ((d, dv) == (512, 512) and not name.startswith(("bias", "dropout", "narrow")))
 ]
 CASES += [
     Case("64x64-narrow", b=1, hq=64, d=64, **FEATURES["narrow"]),

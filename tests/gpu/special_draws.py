@@ -85,13 +85,16 @@ def with_dropout(rng: random.Random, case: Case) -> Case:
 
 def with_windows(rng: random.Random, case: Case) -> Case:
     """Return a case under a window, narrow or wide next to a tile, of few keys or of many."""
-    nk = rng.choice((rng.randint(100, 900), rng.randint(900, 5000)))
+    few, many = rng.randint(100, 900), rng.randint(900, 3600)
+    nk = rng.choice((few, many))
     nq = rng.choice((nk, nk, rng.randint(1, nk), nk + rng.randint(1, 200)))
     left = rng.choice((rng.randint(40, 500), rng.randint(40, 500), rng.randint(500, nk + 500)))
     right = rng.choice((0, 0, 0, -rng.randint(1, 40), rng.randint(1, 200), None))
     pairs = [(rng.randint(0, 700), rng.randint(0, 1500)) for _ in range(rng.randint(1, 5))]
+    sizes = {"b": min(case.b, 2)}
+    if nk == many:  # the references hold all scores
+        sizes = {"b": 1, "hk": 1, "hq": rng.choice((1, 2))}
     values = {
-        "b": min(case.b, 2),
         "nq": nq,
         "nk": nk,
         "left": left,
@@ -102,7 +105,7 @@ def with_windows(rng: random.Random, case: Case) -> Case:
         "bias": case.bias if rng.random() < 0.3 else None,
     }
     others = {"padding": None, "step": None, "prefix": None, "align": "keys"}
-    return replace(case, **others, **values)
+    return replace(case, **sizes, **others, **values)
 
 
 def with_extremes(rng: random.Random, case: Case) -> Case:
