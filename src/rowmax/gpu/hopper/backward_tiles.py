@@ -454,7 +454,8 @@ class ProductTile(NamedTuple):
 DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
 SIZES = (32, 64, 128, 256, 512)
 #: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
-#: there are at least MANY tiles of keys; and the most keys of a query in a window
+#: there are at least MANY tiles of keys; and the most keys of a query in a window, measured at head
+#: sizes of 64 and 128
 IN_ORDER = {
     **dict.fromkeys([(32, False), (64, False)], 1024),
     **dict.fromkeys([(32, True), (64, True)], 512),
@@ -601,9 +602,8 @@ def faster_in_order(p: Problem, tile: FusedConfig) -> bool:
     the neighbour's steps, if there are tiles of other heads to compute meanwhile.
     """
     few = p.batch * p.hk * -(-p.nk // (WARPGROUPS * ROWS)) < MANY
-    long = p.nk > IN_ORDER[tile.D, p.right is not None]
-    if p.left is not None and p.most_seen <= IN_ORDER_IN_WINDOW:
-        long = False
+    narrow = p.left is not None and p.most_seen <= IN_ORDER_IN_WINDOW
+    long = p.nk > IN_ORDER[tile.D, p.right is not None] and not narrow
     measured = p.bias is None or tile.WARPGROUPS == FOUR.WARPGROUPS
     return measured and not (few or long) and every_query_sees(p)
 
