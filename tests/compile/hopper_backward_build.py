@@ -99,6 +99,7 @@ def _pointers(
         cu_k=words if c.VARLEN else None,
         lengths=words if c.PREFIX else None,
         spans=words if c.SPANS else None,
+        alike=words if c.SPANS else None,
         q_range=words if c.DOCUMENTS and not c.SPANS else None,
         k_range=words if c.DOCUMENTS and not c.SPANS else None,
         q_ids=words if c.DOCUMENTS else None,

@@ -19,12 +19,26 @@ def met(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def sorted_spans(
-    resident: Tensor, streamed: Tensor, block: int, block_streamed: int, batch: int
-) -> Tensor:
+    resident: Tensor, streamed: Tensor, group: int, rows: int, block_streamed: int, batch: int
+) -> tuple[Tensor, Tensor]:
     """Return ``documents.tile_spans`` of the same arguments."""
-    begin, end = met(tile_range(resident, block), tile_range(streamed, block_streamed))
+    others = tile_range(streamed, block_streamed)
+    begin, end = met(tile_range(resident, group * rows), others)
     begin = begin.flip(1).cummin(1)[0].flip(1)
-    return torch.stack([begin, end.cummax(1)[0]], -1).int().expand(batch, -1, -1)
+    spans = torch.stack([begin, end.cummax(1)[0]], -1).int().expand(batch, -1, -1)
+    return spans, alike(tile_range(resident, rows), others).expand(batch, -1, -1)
+
+
+def alike(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> Tensor:
+    """Return int32 ``[B|1, tiles, 2]``: the first run of other tiles with the one id of each tile."""
+    (low, high), (other_low, other_high) = ids, others
+    same = (low == high)[:, :, None] & (other_low == other_high)[:, None]
+    same = same & (low[:, :, None] == other_low[:, None])
+    n = same.shape[2]
+    tile = torch.arange(n)
+    begin = torch.where(same, tile, n).amin(2)
+    end = torch.where(~same & (tile > begin[..., None]), tile, n).amin(2)
+    return torch.stack([begin, end], -1).int()
 
 
 def tables(

@@ -160,7 +160,7 @@ def spans_of(case: Case) -> np.ndarray:
     ids = rng.integers(0, 5, case.nk)
     ids = torch.from_numpy(np.sort(ids) if case.documents == "sorted" else ids)[None]
     at = torch.arange(case.nq).clamp(max=case.nk - 1)
-    return sorted_spans(ids, ids[:, at], BLOCK_K, BLOCK_Q, 1).numpy().reshape(-1)
+    return sorted_spans(ids, ids[:, at], 1, BLOCK_K, BLOCK_Q, 1)[0].numpy().reshape(-1)
 
 
 def main() -> int:

@@ -22,7 +22,8 @@ class Pointers(NamedTuple):
     cu_q: Any = None
     cu_k: Any = None
     lengths: Any = None
-    spans: Any = None  # the streamed tiles that documents leave
+    spans: Any = None  # the streamed tiles that documents leave, and those that need no mask
+    alike: Any = None
     q_range: Any = None  # the least and the greatest id of each tile, where there are no spans
     k_range: Any = None
     q_ids: Any = None

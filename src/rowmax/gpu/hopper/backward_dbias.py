@@ -334,7 +334,7 @@ def add_run(
     tile, seen, alike = tile_of_run(C, place, run, shared, t, n)
     seen = seen & (some.s < some.end)
     wait_full(rings.qk, state.use, C.QK_STAGES, pred=seen)
-    full = full_range(C, first, tile, n)
+    full = full_range(C, first, tile, t, n)
     whole = (place.t >= full.begin) & (place.t < full.end) & alike
     if C.MASKS:
         for s in range(some.s, gl.where(seen & (whole == 0), some.end, some.s)):

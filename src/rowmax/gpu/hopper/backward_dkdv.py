@@ -430,7 +430,7 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, rings, mail, t, n):
                 store_sums(state.drow, to, tile.nq + tile.offset - tile.first)
         else:
             state = State(use, x, 0)
-            full = full_range(C, tile.first, tile, n)
+            full = full_range(C, tile.first, tile, t, n)
             state = masked_steps(C, step_of_dv, 0, state, operand, rings, tile, full, t, n)
             x = state.x
             if C.DROPOUT:

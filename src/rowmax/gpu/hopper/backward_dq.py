@@ -256,7 +256,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, t, n):
     nth = 0
     tile, live = take_message(mail, 0)
     while live:
-        full = full_range(C, tile.first + c * C.TOKENS, tile, n)
+        full = full_range(C, tile.first + c * C.TOKENS, tile, t, n)
         some = tile.lo < tile.hi
         end = use + (tile.hi - tile.lo) * n.group
         wait_full(rings.own, nth, 1, pred=some)

@@ -121,7 +121,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, dbias, t, n):
     nth = 0
     tile, live = take_message(mail, 0)
     while live:
-        full = full_range(C, tile.first + c * C.TOKENS, tile, n)
+        full = full_range(C, tile.first + c * C.TOKENS, tile, t, n)
         some = tile.lo < tile.hi
         end = use + (tile.hi - tile.lo) * n.group
         at = slot(nth, C.KV_STAGES)

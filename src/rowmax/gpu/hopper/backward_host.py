@@ -316,7 +316,7 @@ def pointers(
     bias, heads, lengths = tensors.bias, tensors.heads, tensors.lengths
     q_ids, k_ids = tensors.q_ids, tensors.k_ids
     c, table, ends = work.config, work.table, work.ends
-    counter = spans = q_range = k_range = None
+    counter = spans = alike = q_range = k_range = None
     if order is not None:
         counter, ends, table = order[:3]
     elif c.DRAWN:
@@ -325,10 +325,11 @@ def pointers(
     if q_ids is not None and k_ids is not None:
         q_ids, k_ids = q_ids.contiguous(), k_ids.contiguous()
         resident, streamed = (q_ids, k_ids) if c.QUERIES_RESIDENT else (k_ids, q_ids)
-        sizes = c.BLOCK_RESIDENT, c.BLOCK_STREAMED
         if c.SPANS:
-            spans = tile_spans(resident, streamed, *sizes, problem.batch)
+            sizes = c.BLOCK_RESIDENT // c.TOKENS, c.TOKENS, c.BLOCK_STREAMED
+            spans, alike = tile_spans(resident, streamed, *sizes, problem.batch)
         else:
+            sizes = c.BLOCK_RESIDENT, c.BLOCK_STREAMED
             q_range, k_range = map(tile_ranges, (q_ids, k_ids), sizes)
     if c.COLUMN and bias is not None:
         bias = bias.expand(-1, -1, problem.nq, -1).contiguous()
@@ -348,6 +349,7 @@ def pointers(
         cu_k=tensors.cu_seqlens_k,
         lengths=None if lengths is None else lengths.contiguous(),
         spans=spans,
+        alike=alike,
         q_range=q_range,
         k_range=k_range,
         q_ids=q_ids,

@@ -104,7 +104,16 @@ def streamed_range(C: gl.constexpr, first, b, nq, used, offset, t, n):
 
 
 @gluon.jit
-def full_range(C: gl.constexpr, first, tile, n):
+def alike_range(C: gl.constexpr, first, b, t, n):
+    """Return (lo, hi): the streamed tiles that have one id, that of the 64 rows from ``first`` on."""
+    length = n.nq if C.QUERIES_RESIDENT else n.nk
+    parts = (length + C.TOKENS - 1) // C.TOKENS
+    at = t.alike + 2 * (b * parts + gl.minimum(first // C.TOKENS, parts - 1))
+    return gl.load(at), gl.load(at + 1)
+
+
+@gluon.jit
+def full_range(C: gl.constexpr, first, tile, t, n):
     """Return the Full tiles of the 64 resident rows from ``first`` on.
 
     Queries past the last one need no mask: their lse is +inf.
@@ -135,7 +144,9 @@ def full_range(C: gl.constexpr, first, tile, n):
         else:
             full = gl.where(last < tile.used, full, tile.hi)
     if C.SPANS:
-        full = tile.hi
+        lo, hi = alike_range(C, first, tile.b, t, n)
+        full = gl.maximum(full, lo)
+        end = gl.minimum(end, hi)
     full = gl.minimum(gl.maximum(full, tile.lo), tile.hi)
     return Full(full, gl.minimum(gl.maximum(end, full), tile.hi))
 

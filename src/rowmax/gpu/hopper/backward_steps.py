@@ -417,19 +417,23 @@ def all_steps(
         if C.UP:
             for i in range(tile.lo, full.begin):
                 state = step(C, True, c, i, head, state, resident, rings, tile, dbias, t, n)
-        if C.LEFT:
-            for i in range(full.end, tile.hi):
-                m = tile.hi - 1 - i + full.end
-                state = step(C, True, c, m, head, state, resident, rings, tile, dbias, t, n)
-        if not C.DOCUMENTS:
-            for i in range(full.begin * side, full.end * side):
+        elif C.HIGH_MASKED:
+            for i in range(full.end * side, tile.hi * side):
                 k, head = abreast(C, i, g, n.group)
                 head += tile.head * n.group
-                m = full.end - 1 - k + full.begin
-                if C.UP:
-                    m = k
-                state = step(C, False, c, m, head, state, resident, rings, tile, dbias, t, n)
-        if C.MASKS and not C.UP:
+                m = tile.hi - 1 - k + full.end
+                state = step(C, True, c, m, head, state, resident, rings, tile, dbias, t, n)
+        for i in range(full.begin * side, full.end * side):
+            k, head = abreast(C, i, g, n.group)
+            head += tile.head * n.group
+            m = full.end - 1 - k + full.begin
+            if C.UP:
+                m = k
+            state = step(C, False, c, m, head, state, resident, rings, tile, dbias, t, n)
+        if C.UP and C.HIGH_MASKED:
+            for i in range(full.end, tile.hi):
+                state = step(C, True, c, i, head, state, resident, rings, tile, dbias, t, n)
+        elif C.LOW_MASKED and not C.UP:
             for i in range(tile.lo * side, full.begin * side):
                 k, head = abreast(C, i, g, n.group)
                 head += tile.head * n.group

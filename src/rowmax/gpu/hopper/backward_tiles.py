@@ -93,7 +93,8 @@ class Config(Widths):
 
     @property
     def HIGH_MASKED(self) -> bool:
-        return self.RIGHT or self.RAGGED if self.QUERIES_RESIDENT else self.LEFT
+        band = self.RIGHT or self.RAGGED if self.QUERIES_RESIDENT else self.LEFT
+        return self.DOCUMENTS or band
 
     @property
     def DRAWN(self) -> bool:

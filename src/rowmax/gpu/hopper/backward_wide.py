@@ -344,7 +344,7 @@ def steps_of_weights(C: gl.constexpr, use, own, rings, tile, t, n):
     """Return the State of the warpgroup of weights after all steps of a tile."""
     wait_full(rings.first, use + own.shift, C.FIRST_STAGES, pred=use < own.end)
     S = warpgroup_mma_wait(0, deps=[issue_scores(C, own, rings, use)])
-    full = full_range(C, tile.first, tile, n)
+    full = full_range(C, tile.first, tile, t, n)
     x = State(use, zeros(C.TOKENS, C.HALF, 0).low, S)
     for g in range(n.group):
         head = tile.head * n.group + g

@@ -31,17 +31,21 @@ class Spans(NamedTuple):
 
 
 def tile_spans(
-    resident: Tensor, streamed: Tensor, block: int, block_streamed: int, batch: int
-) -> Tensor:
-    """Return int32 ``[B, resident tiles, 2]``: the first and past the last streamed tile of each.
+    resident: Tensor, streamed: Tensor, group: int, rows: int, block_streamed: int, batch: int
+) -> tuple[Tensor, Tensor]:
+    """Return the streamed tiles of each resident tile, and those that its rows need no mask for.
 
-    The arguments are the ids of both sides, ``[B|1, N]``. Neither bound decreases from one tile to
-    the next, so the resident tiles of a streamed one are an interval too.
+    Both are int32 ``[B, tiles, 2]``, the first one and past the last one. A resident tile has
+    ``group`` times so many rows, and the second tensor has an interval for each of those parts.
+
+    The arguments are the ids of both sides, ``[B|1, N]``. Neither bound of the first decreases from
+    one tile to the next, so the resident tiles of a streamed one are an interval too.
     """
-    ranges = tile_ranges(resident, block), tile_ranges(streamed, block_streamed)
-    spans = _spans(*ranges, 1, 1, batch)
+    ranges = tile_ranges(resident, rows), tile_ranges(streamed, block_streamed)
+    alike = resident.new_empty(batch, ranges[0].shape[1], 2)
+    spans = _spans(*ranges, group, 1, batch, alike)
     _run(_sorted_launch(batch, spans.shape[1], ranges[1].shape[1]), SpanPointers(spans=spans))
-    return spans
+    return spans, alike
 
 
 def tile_ranges(ids: Tensor, block: int, counter: Tensor | None = None) -> Tensor:
@@ -75,6 +79,7 @@ class SpanPointers(NamedTuple):
     ranges: Any = None  # int32 [B|1, tiles, 2]
     others: Any = None
     spans: Any = None  # int32 [B, tiles, 2]
+    alike: Any = None  # int32 [B, ranges, 2]
     counter: Any = None  # int32 [1], set to 0
 
 
@@ -126,6 +131,32 @@ def spans_kernel(t, num):
     to = t.spans + (b * tl.num_programs(0) + tile) * 2
     tl.store(to, begin * num.UNIT)
     tl.store(to + 1, end * num.UNIT)
+    if t.alike is not None:
+        for m in range(tile * num.BLOCK, tl.minimum((tile + 1) * num.BLOCK, num.n)):
+            alike_tiles(t, num, b, m)
+
+
+@triton.jit
+def alike_tiles(t, num, b, m):
+    """Store where the other tiles begin and end that have the one id of range m, and no other.
+
+    They are the first of such tiles, and those after it up to a tile with another id.
+    """
+    at = t.ranges + (b * num.stride + m) * 2
+    id = tl.load(at)
+    alone = id == tl.load(at + 1)
+    begin = num.others
+    end = num.others
+    for first in tl.range(0, num.others, _CHUNK):
+        j = first + tl.arange(0, _CHUNK)
+        other = t.others + (b * num.stride_others + j) * 2
+        same = alone & (tl.load(other, mask=j < num.others, other=_FAR) == id)
+        same = same & (tl.load(other + 1, mask=j < num.others, other=0) == id)
+        begin = tl.minimum(begin, tl.min(tl.where(same & (j < num.others), j, num.others), 0))
+        end = tl.minimum(end, tl.min(tl.where((j > begin) & (same == 0), j, num.others), 0))
+    to = t.alike + (b * num.n + m) * 2
+    tl.store(to, begin)
+    tl.store(to + 1, end)
 
 
 @triton.jit
@@ -194,14 +225,17 @@ def _run(launch: Launch, t: SpanPointers) -> None:
     (launch.public if _is_interpreted() else launch)(t)
 
 
-def _spans(ranges: Tensor, others: Tensor, group: int, unit: int, batch: int) -> Tensor:
+def _spans(
+    ranges: Tensor, others: Tensor, group: int, unit: int, batch: int, alike: Tensor | None = None
+) -> Tensor:
     """Return int32 ``[B, tiles, 2]``: where the other tiles begin and end, times ``unit``.
 
-    A tile is ``group`` ranges. Only tiles that may share an id with it are within.
+    A tile is ``group`` ranges. Only tiles that may share an id with it are within. ``alike`` is
+    filled if it is given (``tile_spans``).
     """
     n, m = ranges.shape[1], others.shape[1]
     spans = ranges.new_empty(batch, -(-n // group), 2)
     shared = ranges.shape[0] == 1, others.shape[0] == 1
     launch = _spans_launch(batch, n, m, shared, group, unit)
-    _run(launch, SpanPointers(ranges=ranges, others=others, spans=spans))
+    _run(launch, SpanPointers(ranges=ranges, others=others, spans=spans, alike=alike))
     return spans
