@@ -38,6 +38,7 @@ from rowmax.testing import (
 from rowmax.testing.cases import shape_of, sizes_of
 
 DTYPES = ("float32", "bfloat16", "float16")
+DOCUMENTS = ("sorted", "unsorted", "runs", "batched", "queries", "offsets")
 #: limits of B Hq max(Nq, Nk) Nk: the float64 definition fits into a GPU's memory, and takes
 #: milliseconds on a CPU
 GPU_BUDGET, CPU_BUDGET = 32_000_000, 40_000
@@ -298,7 +299,7 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
         values["max_given"] = rng.random() < 0.3
         values["wide_offsets"] = rng.random() < 0.3
     elif has():
-        values["documents"] = rng.choice(("sorted", "unsorted", "batched", "queries", "offsets"))
+        values["documents"] = rng.choice(DOCUMENTS)
     if not hopper:
         values["dropout"] = 0.2 if has() else 0.0
         values["allowed"] = rng.choice(_PATTERNS) if has() else None
@@ -410,8 +411,7 @@ def _varied(rng: random.Random, case: Case) -> Case:
     if case.padding is not None:
         values["padding"] = rng.choice(("left", "starts", "any"))
     if case.documents is not None:
-        kinds = ("sorted", "unsorted", "batched", "queries", "offsets")
-        values["documents"] = rng.choice(kinds)
+        values["documents"] = rng.choice(DOCUMENTS)
     values["empty_rows"] = case.allowed is not None and rng.random() < 0.4
     if case.positions is not None:
         values["positions"] = positions(rng)
@@ -447,7 +447,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "prefix": (None, (0.5, 0.0, 1.5, 0.2)),
     "step": (None, 3, 64),
     "padding": (None, "left", "starts", "any"),
-    "documents": (None, "sorted", "unsorted", "batched", "queries", "offsets"),
+    "documents": (None, *DOCUMENTS),
     "allowed": (None, "bhqk", "11qk", "111k", "b11k"),
     "empty_rows": (False, True),
     "bias": (None, "bhqk", "1hqk", "11q1", "111k"),

@@ -88,6 +88,7 @@ NAMES = {
     "parts": "random calls whose keys are split",
     "dropout": "random calls with dropout",
     "windows": "random calls under windows",
+    "documents": "random calls of documents",
 }
 FAILURES = ("wrong", "fault", "unprepared", "errors")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -331,6 +332,7 @@ CHECKS = {
     "parts": parts_wrong,
     "dropout": wrong,
     "windows": wrong,
+    "documents": wrong,
     "extremes": extreme_wrong,
     "siblings": siblings_wrong,
 }
@@ -674,6 +676,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", const="parts", help="forwards that split keys", **special)
     parser.add_argument("--dropout", const="dropout", help="calls with dropout", **special)
     parser.add_argument("--windows", const="windows", help="calls under windows", **special)
+    parser.add_argument("--documents", const="documents", help="documents by ids", **special)
     parser.add_argument("--extremes", const="extremes", help="extreme biases", **special)
     parser.add_argument("--siblings", const="siblings", help="calls that hardly differ", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")

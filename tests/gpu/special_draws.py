@@ -83,6 +83,31 @@ def with_dropout(rng: random.Random, case: Case) -> Case:
     return replace(case, **sizes, **others, **values).with_constant_slopes()
 
 
+def with_documents(rng: random.Random, case: Case) -> Case:
+    """Return a case of documents by ids, of few tiles or of many, mostly as long as tiles."""
+    many = rng.random() < 0.6
+    nk = rng.randint(900, 3600) if many else rng.randint(100, 900)
+    nq = rng.choice((nk, nk, rng.randint(1, nk), nk + rng.randint(1, 200)))
+    band = rng.choice(({}, {"causal": True}, {"causal": True}, {"left": rng.randint(100, 2000)}))
+    sizes = {"b": min(case.b, 2), "d": rng.choice((case.d, 64, 96, 128, 256)), "dv": None}
+    if many:  # the references hold all scores
+        sizes |= {"b": 1, "hk": 1, "hq": rng.choice((1, 2))}
+    documents = rng.choice(("sorted", "sorted", "runs", "runs", "batched", "offsets", "unsorted"))
+    values = {
+        "nq": nq,
+        "nk": nk,
+        "documents": documents,
+        "bias": case.bias if rng.random() < 0.2 else None,
+        "padding": case.padding if rng.random() < 0.3 else None,
+        "left": None,
+        "right": None,
+        "causal": False,
+        "align": "keys",
+    }
+    others = {"sequences": None, "step": None, "prefix": None}
+    return replace(case, **sizes, **others, **values | band)
+
+
 def with_windows(rng: random.Random, case: Case) -> Case:
     """Return a case under a window, narrow or wide next to a tile, of few keys or of many."""
     many = rng.random() < 0.5
@@ -129,5 +154,6 @@ DRAWS = {
     "parts": with_parts,
     "dropout": with_dropout,
     "windows": with_windows,
+    "documents": with_documents,
     "extremes": with_extremes,
 }

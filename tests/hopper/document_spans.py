@@ -30,7 +30,7 @@ def sorted_spans(
 
 
 def alike(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> Tensor:
-    """Return int32 ``[B|1, tiles, 2]``: the first run of other tiles with the one id of each tile."""
+    """Return int32 ``[B|1, tiles, 2]``: the first other tiles with the one id of each tile."""
     (low, high), (other_low, other_high) = ids, others
     same = (low == high)[:, :, None] & (other_low == other_high)[:, None]
     same = same & (low[:, :, None] == other_low[:, None])

@@ -24,6 +24,8 @@ from ..masks import Mask, as_mask
 from ..operators.autograd import attend
 
 LEAVES = ("q", "k", "v", "bias", "sink", "alibi")
+#: keys of documents of the kind "runs"
+RUN = 200
 
 
 def field_of(leaf: str) -> str:
@@ -47,7 +49,8 @@ class Case:
     causal: bool = False
     left: int | None = None
     right: int | None = None
-    documents: str | None = None  # sorted, unsorted, batched, queries (their own ids), offsets
+    #: ids: sorted, unsorted, runs, batched, queries (their own ids), offsets
+    documents: str | None = None
     lengths: tuple[float, ...] | None = None  # fractions of nk; the batch repeats them
     align: str = "keys"  # positions are aligned to the keys or to the lengths
     prefix: tuple[float, ...] | None = None  # fractions of nk that all queries see; then causal
@@ -294,6 +297,8 @@ def _mask(
         k_ids = ids(3, *several.get(case.documents, (nk,)))
         if case.documents in ("sorted", "batched"):
             k_ids = k_ids.sort(-1)[0]
+        elif case.documents == "runs":
+            k_ids = k_ids[::RUN].repeat_interleave(RUN)[:nk]
         own = case.documents == "queries" or nq > nk or case.align == "lengths"
         # some queries have an id that no key has
         q_ids = ids(4, nq) if own else None

@@ -105,7 +105,7 @@ def streamed_range(C: gl.constexpr, first, b, nq, used, offset, t, n):
 
 @gluon.jit
 def alike_range(C: gl.constexpr, first, b, t, n):
-    """Return (lo, hi): the streamed tiles that have one id, that of the 64 rows from ``first`` on."""
+    """Return (lo, hi): the streamed tiles whose one id is that of the 64 rows from ``first`` on."""
     length = n.nq if C.QUERIES_RESIDENT else n.nk
     parts = (length + C.TOKENS - 1) // C.TOKENS
     at = t.alike + 2 * (b * parts + gl.minimum(first // C.TOKENS, parts - 1))
