@@ -111,15 +111,21 @@ def ranges_kernel(t, num):
 
 @triton.jit
 def spans_kernel(t, num):
-    """Store where the other tiles begin and end that may share an id with one tile."""
+    """Store where the other tiles begin and end that may share an id with one tile.
+
+    ``t.alike``: by range of the tile, also the other tiles that have its one id and no other. They
+    are the first of such tiles, and those after it up to a tile with another id.
+    """
     tile = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     i = tile * num.BLOCK + tl.minimum(tl.arange(0, num.PADDED), num.BLOCK - 1)
-    at = t.ranges + (b * num.stride + tl.minimum(i, num.n - 1)) * 2
-    low = tl.min(tl.load(at), 0)
-    high = tl.max(tl.load(at + 1), 0)
-    begin = num.others
-    end = 0
+    i = tl.minimum(i, num.n - 1)
+    at = t.ranges + (b * num.stride + i) * 2
+    lows, highs = tl.load(at), tl.load(at + 1)
+    low, high = tl.min(lows, 0), tl.max(highs, 0)
+    begin, end = num.others, 0
+    first_alike = tl.full((num.PADDED,), num.others, tl.int32)
+    end_alike = first_alike
     for first in tl.range(0, num.others, _CHUNK):
         j = first + tl.arange(0, _CHUNK)
         other = t.others + (b * num.stride_others + j) * 2
@@ -128,35 +134,20 @@ def spans_kernel(t, num):
         met = (low <= other_high) & (other_low <= high) & (j < num.others)
         begin = tl.minimum(begin, tl.min(tl.where(met, j, num.others), 0))
         end = tl.maximum(end, tl.max(tl.where(met, j + 1, 0), 0))
+        if t.alike is not None:
+            x, y = other_low[None, :], tl.minimum(j, num.others)[None, :]
+            same = (lows == highs)[:, None] & (x == lows[:, None])
+            same = same & (other_low == other_high)[None, :]
+            first_alike = tl.minimum(first_alike, tl.min(tl.where(same, y, num.others), 1))
+            past = (y > first_alike[:, None]) & (same == 0)
+            end_alike = tl.minimum(end_alike, tl.min(tl.where(past, y, num.others), 1))
     to = t.spans + (b * tl.num_programs(0) + tile) * 2
     tl.store(to, begin * num.UNIT)
     tl.store(to + 1, end * num.UNIT)
     if t.alike is not None:
-        for m in range(tile * num.BLOCK, tl.minimum((tile + 1) * num.BLOCK, num.n)):
-            alike_tiles(t, num, b, m)
-
-
-@triton.jit
-def alike_tiles(t, num, b, m):
-    """Store where the other tiles begin and end that have the one id of range m, and no other.
-
-    They are the first of such tiles, and those after it up to a tile with another id.
-    """
-    at = t.ranges + (b * num.stride + m) * 2
-    id = tl.load(at)
-    alone = id == tl.load(at + 1)
-    begin = num.others
-    end = num.others
-    for first in tl.range(0, num.others, _CHUNK):
-        j = first + tl.arange(0, _CHUNK)
-        other = t.others + (b * num.stride_others + j) * 2
-        same = alone & (tl.load(other, mask=j < num.others, other=_FAR) == id)
-        same = same & (tl.load(other + 1, mask=j < num.others, other=0) == id)
-        begin = tl.minimum(begin, tl.min(tl.where(same & (j < num.others), j, num.others), 0))
-        end = tl.minimum(end, tl.min(tl.where((j > begin) & (same == 0), j, num.others), 0))
-    to = t.alike + (b * num.n + m) * 2
-    tl.store(to, begin)
-    tl.store(to + 1, end)
+        to = t.alike + (b * num.n + i) * 2
+        tl.store(to, first_alike)
+        tl.store(to + 1, end_alike)
 
 
 @triton.jit
