@@ -11,7 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...rules.score import ScoreTerms
-from .backward_order import first_place, next_place, place_tile, plane_of, resident_head
+from .backward_order import (
+    first_place,
+    next_place,
+    place_tile,
+    plane_of,
+    resident_head,
+    steps_of_pass,
+)
 from .gluon_compat import mbarrier, reinterpret, warpgroup_mma
 from .lib import ring
 from .lib.assembly import publish_text
@@ -108,15 +115,17 @@ def masked_steps(
 
     ``own`` are its operands; tiles outside ``full`` need a mask.
     """
-    for g in range(n.group):  # one pass for dq; without the loop too much is kept in registers
-        head = tile.head * n.group + g
+    # one head for dq; without the loop too much is kept in registers
+    for r in range(n.group * C.PASSES):
+        of = steps_of_pass(C, True, r, tile, full)
+        head = tile.head * n.group + of.g
         if C.LOW_MASKED:
-            for m in range(tile.lo, full.begin):
+            for m in range(of.first.begin, of.first.end):
                 state = STEP(C, True, c, m, head, state, own, rings, tile, t, n)
-        for m in range(full.begin, full.end):
+        for m in range(of.full.begin, of.full.end):
             state = STEP(C, False, c, m, head, state, own, rings, tile, t, n)
-        if C.HIGH_MASKED:
-            for m in range(full.end, tile.hi):
+        if C.HIGH_MASKED and not C.LOW_MASKED:
+            for m in range(of.last.begin, of.last.end):
                 state = STEP(C, True, c, m, head, state, own, rings, tile, t, n)
     return state
 

@@ -37,8 +37,8 @@ from .lib.rules import all_range, any_range, touched_tiles
 UNBOUNDED = gl.constexpr(2**31 - 1)
 
 
-class Full(NamedTuple):
-    """The streamed tiles that need no mask; those before and after are partial."""
+class Range(NamedTuple):
+    """Streamed tiles, from the first to before the end."""
 
     begin: Any
     end: Any
@@ -114,7 +114,7 @@ def alike_range(C: gl.constexpr, first, b, t, n):
 
 @gluon.jit
 def full_range(C: gl.constexpr, first, tile, t, n):
-    """Return the Full tiles of the 64 resident rows from ``first`` on.
+    """Return the Range of the tiles that need no mask for the 64 resident rows from ``first`` on.
 
     Queries past the last one need no mask: their lse is +inf.
     """
@@ -148,7 +148,7 @@ def full_range(C: gl.constexpr, first, tile, t, n):
         full = gl.maximum(full, lo)
         end = gl.minimum(end, hi)
     full = gl.minimum(gl.maximum(full, tile.lo), tile.hi)
-    return Full(full, gl.minimum(gl.maximum(end, full), tile.hi))
+    return Range(full, gl.minimum(gl.maximum(end, full), tile.hi))
 
 
 @gluon.jit
@@ -243,6 +243,38 @@ def plane_of(C: gl.constexpr, b, head, q_row, hq):
 
 
 # --- the ordered sum of dQ ---------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """The streamed tiles of a pass: those that need a mask, those that need none, and others again.
+
+    ``g`` is the head of the group.
+    """
+
+    g: Any
+    first: Range
+    full: Range
+    last: Range
+
+
+@gluon.jit
+def steps_of_pass(C: gl.constexpr, UP: gl.constexpr, r, tile, full):
+    """Return the Steps of pass r of a tile, upwards or downwards.
+
+    Where tiles on both sides of the full ones need a mask there are two passes a head: the second
+    has the last tiles as its first, and no others. So both are of one loop. With a loop each the
+    code is longer by a quarter, for which calls of few steps wait.
+    """
+    g, end = r, full.end
+    first, last = Range(tile.lo, full.begin), Range(full.end, tile.hi)
+    if not UP:
+        first, last = last, first
+    if C.PASSES > 1:
+        g = r // 2
+        late = r % 2 != 0
+        first = Range(gl.where(late, last.begin, first.begin), gl.where(late, last.end, first.end))
+        end = gl.where(late, full.begin, end)
+    return Steps(g, first, Range(full.begin, end), last)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from .backward_lib import (
     wait_done,
     weights,
 )
-from .backward_order import abreast
+from .backward_order import abreast, steps_of_pass
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -409,34 +409,35 @@ def all_steps(
     C: gl.constexpr, c: gl.constexpr, state, resident, rings, tile, full, dbias, t, n
 ):  # fmt: skip
     """Return the State after all steps of a tile of keys, in the order of ``step_of``."""
-    rounds, side = n.group, 1
+    FIRST: gl.constexpr = C.LOW_MASKED if C.UP else C.HIGH_MASKED
+    LAST: gl.constexpr = C.HIGH_MASKED if C.UP else C.LOW_MASKED
+    heads = n.group
     if C.ABREAST:
-        rounds, side = 1, n.group
-    for g in range(rounds):
-        head = tile.head * n.group + g
-        if C.UP:
-            for i in range(tile.lo, full.begin):
-                state = step(C, True, c, i, head, state, resident, rings, tile, dbias, t, n)
-        elif C.HIGH_MASKED:
-            for i in range(full.end * side, tile.hi * side):
-                k, head = abreast(C, i, g, n.group)
-                head += tile.head * n.group
-                m = tile.hi - 1 - k + full.end
-                state = step(C, True, c, m, head, state, resident, rings, tile, dbias, t, n)
-        for i in range(full.begin * side, full.end * side):
-            k, head = abreast(C, i, g, n.group)
-            head += tile.head * n.group
-            m = full.end - 1 - k + full.begin
-            if C.UP:
-                m = k
-            state = step(C, False, c, m, head, state, resident, rings, tile, dbias, t, n)
-        if C.UP and C.HIGH_MASKED:
-            for i in range(full.end, tile.hi):
-                state = step(C, True, c, i, head, state, resident, rings, tile, dbias, t, n)
-        elif C.LOW_MASKED and not C.UP:
-            for i in range(tile.lo * side, full.begin * side):
-                k, head = abreast(C, i, g, n.group)
-                head += tile.head * n.group
-                m = full.begin - 1 - k + tile.lo
-                state = step(C, True, c, m, head, state, resident, rings, tile, dbias, t, n)
+        heads = 1
+    for r in range(heads * C.PASSES):
+        of = steps_of_pass(C, C.UP, r, tile, full)
+        g = of.g
+        if FIRST:
+            state = some_steps(C, True, c, g, of.first, state, resident, rings, tile, dbias, t, n)
+        state = some_steps(C, False, c, g, of.full, state, resident, rings, tile, dbias, t, n)
+        if LAST and not FIRST:
+            state = some_steps(C, True, c, g, of.last, state, resident, rings, tile, dbias, t, n)
+    return state
+
+
+@gluon.jit
+def some_steps(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, g, some, state, resident, rings, tile,
+    dbias, t, n,
+):  # fmt: skip
+    """Return the State after the steps of tiles from ``some.begin`` to before ``some.end``."""
+    side = 1
+    if C.ABREAST:
+        side = n.group
+    for i in range(some.begin * side, some.end * side):
+        m, head = abreast(C, i, g, n.group)
+        head += tile.head * n.group
+        if not C.UP:
+            m = some.end - 1 - m + some.begin
+        state = step(C, MASKED, c, m, head, state, resident, rings, tile, dbias, t, n)
     return state

@@ -97,6 +97,11 @@ class Config(Widths):
         return self.DOCUMENTS or band
 
     @property
+    def PASSES(self) -> int:
+        """Return the passes of a head over a tile (``backward_order.steps_of_pass``)."""
+        return 2 if self.LOW_MASKED and self.HIGH_MASKED else 1
+
+    @property
     def DRAWN(self) -> bool:
         """Return True if blocks take their tiles from a counter."""
         return self.VARLEN or self.DOCUMENTS
