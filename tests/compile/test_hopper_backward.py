@@ -168,8 +168,6 @@ MORE = {
     # the next tile, while this one is stored
     ("fused", "packed"): (SPILLS, (1, 168), (6, 232)),
     ("fused", "dropout"): ((1, 144), SPILLS, SPILLS),
-    # only in masked steps
-    ("fused", "documents"): ((3, 144), (5, 176), (8, 208)),
     ("fused", "packed late"): (SPILLS, (1, 168), (6, 232)),
     ("dkdv", "row"): (SPILLS, SPILLS, (9, 208)),
     # a number for each query is 16 more in a thread; such a bias changes lse alone, so it is rare
