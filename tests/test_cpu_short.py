@@ -413,12 +413,29 @@ def test_sizes_of_vectors(nq: int, nk: int, d: int, dtype: torch.dtype) -> None:
     _check(Case("size", b=2, nq=nq, nk=nk, hq=6, hk=2, d=d, dv=d + 16), dtype)
 
 
+def test_one_query_has_two_chunks_where_its_keys_nearly_fill_one() -> None:
+    """Not where rows share a kv head, and not in a backward, 16 bits or packed sequences."""
+    keys = few.CHUNK * TILE_K
+    problem = make(Case("one", b=2, nq=1, nk=keys, hq=4)).problem()[0]
+    forward, backward = (few_calls.WAYS[name][0] for name in ("forward", "backward"))
+
+    def chunks(way: few_calls.Way = forward, **changes: Any) -> int:
+        return few_calls.chunks_of(problem._replace(**changes), way)
+
+    assert [chunks(nk=n) for n in (1, keys // 2, keys // 8 * 7 - 1, keys + 1)] == [1, 1, 1, 2]
+    assert [chunks(nk=n) for n in (keys // 8 * 7, keys)] == [2, 2]
+    others = {"nq": 2, "hk": 2, "varlen": True, "dtype": torch.bfloat16}
+    assert [chunks(**{name: x}) for name, x in others.items()] == [1] * 4
+    assert chunks(backward) == 1
+
+
 #: chunks that a window leaves empty, at either end and between, and those of one tile
 CHUNKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "recent": {"causal": True, "left": 300},
     "distant": {"left": 1200, "right": -900},
     "last": {"nk": 2 * few.CHUNK * TILE_K + 1},
+    "halved": {"nk": few.CHUNK * TILE_K - 60},  # two for one query
     "dropped": {"dropout": 0.2, "softcap": 1.5},
     "heads": {"alibi": True, "step": 3},
     "bias": {"bias": "bhqk", "sink": True},
@@ -532,9 +549,10 @@ def test_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> None:
     # tasks would be fewer than threads; a forward has some heads, if their rows are long
     assert heads_of(hq=8, d=64, b=1, nk=1500) == [1, 1]
     assert heads_of(hq=8, d=128, b=1, nk=1500) == [4, 1]
-    assert heads_of(hq=32, d=128, b=1, nk=500) == [8, 1]
-    assert heads_of(hq=6, d=512, b=1, nk=500) == [1, 1]
-    assert heads_of(hq=12, d=256, b=1, nk=500) == [3, 1]
+    assert heads_of(hq=32, d=128, b=1, nk=380) == [8, 1]
+    assert heads_of(hq=6, d=512, b=1, nk=380) == [1, 1]
+    assert heads_of(hq=12, d=256, b=1, nk=380) == [3, 1]
+    assert heads_of(hq=32, d=128, b=1, nk=500) == [16, 1]  # two chunks
 
 
 @pytest.mark.parametrize("batch", [16, 17])

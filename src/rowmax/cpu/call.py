@@ -50,9 +50,9 @@ _SIZES += [f"head_{name}" for name in parameters_of()]
 #: from ``Positions``: the shift of distances, and the first of each of dropout's counters
 _SIZES += ["shift", "first_query", "first_key", "first_head", "first_sequence"]
 #: for few queries and short sequences: two counts of their threads, the tasks, kv heads of a task,
-#: chunks of a sequence, the address of the chunks' parts of a result. ``part_step``: the parts from
-#: a sequence to the next, without those by its keys
-_SIZES += ["next", "infinite", "tasks", "task_heads", "chunks", "chunk_parts", "part_step"]
+#: chunks of a sequence, tiles of a chunk, the address of the chunks' parts of a result.
+#: ``part_step``: the parts from a sequence to the next, without those by its keys
+_SIZES += ["next", "infinite", "tasks", "task_heads", "chunks", "chunk", "chunk_parts", "part_step"]
 _NUMBERS = ["scale", "softcap", "keep_scale"]
 
 

@@ -6,9 +6,9 @@ heads, of one row each, where memory is read in its order only so (``few_calls.h
 
 Packed sequences have tasks for the longest one, and shorter ones leave some of them empty.
 
-Many keys are divided into chunks of CHUNK tiles, a task each. The sums of a chunk are its part of
-the result; the task that ends last adds the parts up, in the order of chunks. So results have the
-same bits for any number of threads.
+Many keys are divided into chunks of tiles, a task each (``few_calls.chunk_of``). The sums of a
+chunk are its part of the result; the task that ends last adds the parts up, in the order of chunks.
+So results have the same bits for any number of threads.
 
 A result that is not finite is computed again by tiles: there a masked NaN or inf stays out of sums.
 """
@@ -52,7 +52,7 @@ from .vector import TILE_K, address, ends, fetch_add
 NEXT, INFINITE = 8 * word_of("next"), 8 * word_of("infinite")
 #: the word after the record, of the chunks that are done of each task's heads
 DONE = CALL.itemsize // 8
-#: tiles of keys of a chunk
+#: tiles of keys of a chunk, at most
 CHUNK = max(1, 512 // TILE_K)
 
 
@@ -96,8 +96,8 @@ def tiles_of(task, call, low, high):
     tiles = tile_range(low, high)
     if call.chunks == 1:
         return tiles
-    first = task.chunk * CHUNK
-    return range(max(first, tiles.start), min(first + CHUNK, tiles.stop))
+    first = task.chunk * call.chunk
+    return range(max(first, tiles.start), min(first + call.chunk, tiles.stop))
 
 
 @inner
@@ -107,9 +107,10 @@ def most_rows(call):
 
 
 @inner
-def chunks_of(seq):
+def chunks_of(call, seq):
     """Return the chunks that hold keys of a sequence, at least one."""
-    return max(1, (seq.keys + CHUNK * TILE_K - 1) // (CHUNK * TILE_K))
+    keys = call.chunk * TILE_K
+    return max(1, (seq.keys + keys - 1) // keys)
 
 
 @inner
@@ -119,9 +120,9 @@ def number_of(call, seq, task):
     A packed sequence whose first key is n has parts from ``n // keys of a chunk + s`` on for each
     of its heads: no sequence before it reaches them (``few_calls.parts_of``).
     """
-    first = seq.key // (CHUNK * TILE_K) + task.s * call.part_step
+    first = seq.key // (call.chunk * TILE_K) + task.s * call.part_step
     blocks = call.hk // task.heads
-    return first * blocks + task.hk // task.heads * chunks_of(seq) + task.chunk
+    return first * blocks + task.hk // task.heads * chunks_of(call, seq) + task.chunk
 
 
 @inner
@@ -249,14 +250,14 @@ def few_forward(pointer):
         number = number_of(call, seq, task)
         if call.chunks > 1:
             part = part_at(call, number)
-        if task.chunk < chunks_of(seq):
+        if task.chunk < chunks_of(call, seq):
             forward_heads(call, seq, task, part, scratch, kept, like, kind)
         if call.chunks > 1:
             if not is_last(data, call.chunks, task):
                 continue
             number -= task.chunk
             part = part_at(call, number)
-            for chunk in range(1, chunks_of(seq)):
+            for chunk in range(1, chunks_of(call, seq)):
                 other = part_at(call, number + chunk)
                 add_part(part, other, rows, call.value_d, like, call.natural)
         if not write_rows(call, seq, task, part, rows, like, kind):
@@ -390,7 +391,7 @@ def few_backward(pointer):
         if call.chunks > 1:
             to = call.chunk_parts + 4 * number_of(call, seq, task) * most * d
         finite = True
-        if task.chunk < chunks_of(seq):
+        if task.chunk < chunks_of(call, seq):
             sums = Sums(to, *at[1:])
             finite = backward_heads(call, seq, task, sums, buffers, like, kind)
         if call.chunks > 1 and finite:
@@ -398,7 +399,7 @@ def few_backward(pointer):
                 continue
             to -= 4 * task.chunk * most * d
             total = array(to, rows * d, like)
-            for chunk in range(1, chunks_of(seq)):
+            for chunk in range(1, chunks_of(call, seq)):
                 more = array(to + 4 * chunk * most * d, rows * d, like)
                 scale_and_add(total, 1.0, more, 1.0)
         if not (finite and write_queries(call, seq, task, to, rows, like, kind)):

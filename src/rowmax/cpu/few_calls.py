@@ -175,9 +175,21 @@ def heads_of_task(call: Call, way: Way) -> int:
     return heads if blocks == 1 or wide else 1
 
 
+def chunk_of(p: Problem, way: Way) -> int:
+    """Return the tiles of keys of a chunk.
+
+    Keys that nearly fill one chunk are two tasks of all heads instead, where these read memory in
+    its order. In a packed call the chunks of a sequence would depend on the longest one.
+    """
+    keys = few.CHUNK * TILE_K
+    alone = way.passes == 1 and p.nq * p.group == 1 < p.hk and p.dtype.itemsize == 4
+    halved = alone and not p.varlen and 7 * keys <= 8 * p.nk <= 8 * keys
+    return -(-few.CHUNK // 2) if halved else few.CHUNK
+
+
 def chunks_of(p: Problem, way: Way) -> int:
     """Return the chunks of keys of a sequence, a task each."""
-    return 1 if way.exact else -(-p.nk // (few.CHUNK * TILE_K))
+    return 1 if way.exact else -(-p.nk // (chunk_of(p, way) * TILE_K))
 
 
 def parts_of(p: Problem, way: Way) -> tuple[int, int]:
@@ -187,7 +199,7 @@ def parts_of(p: Problem, way: Way) -> tuple[int, int]:
     than their whole chunks, each.
     """
     if p.varlen:
-        return p.total_k // (few.CHUNK * TILE_K) + p.batch, 1
+        return p.total_k // (chunk_of(p, way) * TILE_K) + p.batch, 1
     chunks = chunks_of(p, way)
     return p.batch * chunks, chunks
 
@@ -209,6 +221,7 @@ class Launch:
         self.most = min(self.tasks, 1 + p.batch * p.hk * size // _BYTES)
         parts, step = parts_of(p, way)
         call.set(tasks=self.tasks, task_heads=heads, chunks=chunks, part_step=step)
+        call.set(chunk=chunk_of(p, way))
         #: the numbers of the parts of all chunks: O, m and l of each row, or dq
         columns = p.dv + 2 if way.passes == 1 else p.d
         self.parts = parts * p.hq * p.nq * columns if chunks > 1 else 0
