@@ -122,6 +122,8 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, dbias, t, n):
     tile, live = take_message(mail, 0)
     full = full_range(C, tile.first + c * C.TOKENS, tile, t, n)
     while live:
+        if not C.SPANS:
+            full = full_range(C, tile.first + c * C.TOKENS, tile, t, n)
         some = tile.lo < tile.hi
         end = use + (tile.hi - tile.lo) * n.group
         at = slot(nth, C.KV_STAGES)
@@ -153,8 +155,8 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, dbias, t, n):
         nth += some.to(gl.int32)
         message += 1
         following, live = read_message(mail, message)
-        # with documents it reads memory, under the stores of this tile
-        full = full_range(C, following.first + c * C.TOKENS, following, t, n)
+        if C.SPANS:  # it reads a table, under the stores of this tile
+            full = full_range(C, following.first + c * C.TOKENS, following, t, n)
         if C.COMPLETE:
             if is_rounding(tile, n):
                 round_sums(C, c, tile, t, n)

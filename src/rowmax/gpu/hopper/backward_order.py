@@ -263,7 +263,7 @@ def steps_of_pass(C: gl.constexpr, UP: gl.constexpr, r, tile, full):
 
     Where tiles on both sides of the full ones need a mask there are two passes a head: the second
     has the last tiles as its first, and no others. So both are of one loop. With a loop each the
-    code is longer by a quarter, for which calls of few steps wait.
+    code is longer by a quarter, and words spill.
     """
     g, end = r, full.end
     first, last = Range(tile.lo, full.begin), Range(full.end, tile.hi)
