@@ -286,15 +286,18 @@ def test_a_number_that_is_not_finite_is_that_of_tiles(dtype: torch.dtype) -> Non
         torch.testing.assert_close(out[rows[5]], want[rows[5]], rtol=3e-2, atol=3e-2)
 
 
+def _recorded(case: Case, dtype: torch.dtype = torch.float32) -> Call:
+    return Call(*make(case, dtype=dtype).problem(), in_place=True)
+
+
 def test_parts_of_packed_sequences_are_as_many_as_their_keys_need() -> None:
     """One long sequence next to many short ones takes no memory for each of these."""
     case = _packed({"sequences": ((1, 3000), *[(1, 16)] * 40, (2, 700)), "hq": 2})
-    problem = make(case).problem()[0]
     taken = few_calls.WAYS["forward"][0]
     keys = few.CHUNK * TILE_K
-    assert few_calls.parts_of(problem, taken) == (4340 // keys + 42, 1)
-    dense = problem._replace(varlen=False, batch=3, nk=3 * keys)
-    assert few_calls.parts_of(dense, taken) == (9, 3)
+    assert few_calls.parts_of(_recorded(case), taken) == (4340 // keys + 42, 1)
+    dense = Case("dense", b=3, nq=1, nk=3 * keys, hq=2)
+    assert few_calls.parts_of(_recorded(dense), taken) == (9, 3)
     _check(case, torch.float32)
 
 
@@ -414,19 +417,19 @@ def test_sizes_of_vectors(nq: int, nk: int, d: int, dtype: torch.dtype) -> None:
 
 
 def test_one_query_has_two_chunks_where_its_keys_nearly_fill_one() -> None:
-    """Not where rows share a kv head, and not in a backward, 16 bits or packed sequences."""
+    """Not where tasks of all heads are slower, and not in a backward, 16 bits or a packed call."""
     keys = few.CHUNK * TILE_K
-    problem = make(Case("one", b=2, nq=1, nk=keys, hq=4)).problem()[0]
-    forward, backward = (few_calls.WAYS[name][0] for name in ("forward", "backward"))
 
-    def chunks(way: few_calls.Way = forward, **changes: Any) -> int:
-        return few_calls.chunks_of(problem._replace(**changes), way)
+    def chunks(way: str = "forward", dtype: torch.dtype = torch.float32, **options: Any) -> int:
+        case = Case("one", **{"b": 2, "nq": 1, "nk": keys, "hq": 8, "d": 64, **options})
+        return few_calls.chunks_of(_recorded(case, dtype), few_calls.WAYS[way][0])
 
     assert [chunks(nk=n) for n in (1, keys // 2, keys // 8 * 7 - 1, keys + 1)] == [1, 1, 1, 2]
     assert [chunks(nk=n) for n in (keys // 8 * 7, keys)] == [2, 2]
-    others = {"nq": 2, "hk": 2, "varlen": True, "dtype": torch.bfloat16}
-    assert [chunks(**{name: x}) for name, x in others.items()] == [1] * 4
-    assert chunks(backward) == 1
+    assert chunks(b=1) == chunks(hq=4, d=128) == 2
+    others = {"nq": 2, "hk": 4, "hq": 4, "layout": "bhnd", "sequences": ((1, keys), (1, 9))}
+    assert [chunks(**{name: x}) for name, x in others.items()] == [1] * 5
+    assert chunks("backward") == chunks(dtype=torch.bfloat16) == 1
 
 
 #: chunks that a window leaves empty, at either end and between, and those of one tile
@@ -435,7 +438,7 @@ CHUNKED: dict[str, dict[str, Any]] = {
     "recent": {"causal": True, "left": 300},
     "distant": {"left": 1200, "right": -900},
     "last": {"nk": 2 * few.CHUNK * TILE_K + 1},
-    "halved": {"nk": few.CHUNK * TILE_K - 60},  # two for one query
+    "halved": {"nk": few.CHUNK * TILE_K - 60, "d": 256, "dv": 256},  # two for one query
     "dropped": {"dropout": 0.2, "softcap": 1.5},
     "heads": {"alibi": True, "step": 3},
     "bias": {"bias": "bhqk", "sink": True},

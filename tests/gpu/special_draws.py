@@ -84,7 +84,7 @@ def with_dropout(rng: random.Random, case: Case) -> Case:
 
 
 def with_documents(rng: random.Random, case: Case) -> Case:
-    """Return a case of documents by ids, of few tiles or of many, mostly as long as tiles."""
+    """Return a case of documents by ids, of few tiles or of many, often longer than tiles."""
     many = rng.random() < 0.6
     nk = rng.randint(900, 3600) if many else rng.randint(100, 900)
     nq = rng.choice((nk, nk, rng.randint(1, nk), nk + rng.randint(1, 200)))

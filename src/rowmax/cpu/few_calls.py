@@ -160,47 +160,55 @@ def heads_of_task(call: Call, way: Way) -> int:
     Where several rows share a kv head their products take longer, and one head is faster. Results
     have the same bits either way.
     """
-    p, record = call.problem, call.record[0]
-    apart = all(record[name]["h"] < record[name]["n"] for name in "kv")
-    keys = p.total_k if p.varlen else p.batch * p.nk
-    size = keys * p.hk * (p.d + p.dv) * p.dtype.itemsize
-    if way.exact or p.hk == 1 or p.nq * p.group > 1 or not apart or record["states"]["h"]:
+    p = call.problem
+    if not reads_together(call, way, p.total_k if p.varlen else p.batch * p.nk):
         return 1
-    if size < way.apart[p.dtype.itemsize < 4]:
-        return 1
-    least = -(-get_num_threads() // (p.batch * chunks_of(p, way)))
+    least = -(-get_num_threads() // (p.batch * chunks_of(call, way)))
     blocks = next((n for n in range(least, p.hk + 1) if p.hk % n == 0), p.hk)
     heads = p.hk // blocks
     wide = way.passes == 1 and heads * p.d * p.dtype.itemsize >= TOGETHER
     return heads if blocks == 1 or wide else 1
 
 
-def chunk_of(p: Problem, way: Way) -> int:
+def reads_together(call: Call, way: Way, keys: int) -> bool:
+    """Return True if a task of all heads reads so many keys faster than tasks of one head."""
+    p, record = call.problem, call.record[0]
+    apart = all(record[name]["h"] < record[name]["n"] for name in "kv")
+    if way.exact or p.hk == 1 or p.nq * p.group > 1 or not apart or record["states"]["h"]:
+        return False
+    size = keys * p.hk * (p.d + p.dv) * p.dtype.itemsize
+    return size >= way.apart[p.dtype.itemsize < 4]
+
+
+def chunk_of(call: Call, way: Way) -> int:
     """Return the tiles of keys of a chunk.
 
-    Keys that nearly fill one chunk are two tasks of all heads instead, where these read memory in
-    its order. In a packed call the chunks of a sequence would depend on the longest one.
+    Keys that nearly fill one chunk are two tasks of all heads instead, in float32, if these are
+    faster with half as many. Other sequences of a call do not matter, so bits are the same in any
+    batch; those of a packed call would.
     """
-    keys = few.CHUNK * TILE_K
-    alone = way.passes == 1 and p.nq * p.group == 1 < p.hk and p.dtype.itemsize == 4
-    halved = alone and not p.varlen and 7 * keys <= 8 * p.nk <= 8 * keys
+    p, keys = call.problem, few.CHUNK * TILE_K
+    filled = not p.varlen and 7 * keys <= 8 * p.nk <= 8 * keys
+    once = way.passes == 1 and p.dtype.itemsize == 4
+    halved = filled and once and reads_together(call, way, keys // 2)
     return -(-few.CHUNK // 2) if halved else few.CHUNK
 
 
-def chunks_of(p: Problem, way: Way) -> int:
+def chunks_of(call: Call, way: Way) -> int:
     """Return the chunks of keys of a sequence, a task each."""
-    return 1 if way.exact else -(-p.nk // (chunk_of(p, way) * TILE_K))
+    return 1 if way.exact else -(-call.problem.nk // (chunk_of(call, way) * TILE_K))
 
 
-def parts_of(p: Problem, way: Way) -> tuple[int, int]:
+def parts_of(call: Call, way: Way) -> tuple[int, int]:
     """Return (parts of all sequences for each task's heads, those from a sequence to the next).
 
     Packed sequences have as many as their keys need, wherever the lengths are: at most one more
     than their whole chunks, each.
     """
+    p = call.problem
     if p.varlen:
-        return p.total_k // (chunk_of(p, way) * TILE_K) + p.batch, 1
-    chunks = chunks_of(p, way)
+        return p.total_k // (chunk_of(call, way) * TILE_K) + p.batch, 1
+    chunks = chunks_of(call, way)
     return p.batch * chunks, chunks
 
 
@@ -214,14 +222,14 @@ class Launch:
         """Describe a call; ``kept`` is memory that repeated calls read, too."""
         self.kept = call.sequences, call.states, *kept
         p = call.problem
-        heads, chunks = heads_of_task(call, way), chunks_of(p, way)
+        heads, chunks = heads_of_task(call, way), chunks_of(call, way)
         groups = p.batch * p.hk // heads
         self.tasks = groups * chunks
         size = p.dtype.itemsize * way.passes * (p.nk + p.nq * p.nk // 16) * (p.d + p.dv)
         self.most = min(self.tasks, 1 + p.batch * p.hk * size // _BYTES)
-        parts, step = parts_of(p, way)
+        parts, step = parts_of(call, way)
         call.set(tasks=self.tasks, task_heads=heads, chunks=chunks, part_step=step)
-        call.set(chunk=chunk_of(p, way))
+        call.set(chunk=chunk_of(call, way))
         #: the numbers of the parts of all chunks: O, m and l of each row, or dq
         columns = p.dv + 2 if way.passes == 1 else p.d
         self.parts = parts * p.hq * p.nq * columns if chunks > 1 else 0
@@ -436,7 +444,7 @@ def _sums(call: Call, tensors: Tensors, wanted: Wanted, taken: Way) -> dict[str,
     Pairs of few queries are few: each has a number in the gradient of a bias.
     """
     p = call.problem
-    sums = outputs(call, tensors, wanted._replace(bias=False), 1, chunks=chunks_of(p, taken))
+    sums = outputs(call, tensors, wanted._replace(bias=False), 1, chunks=chunks_of(call, taken))
     if wanted.bias:
         sums["bias"] = torch.zeros(p.batch, p.hq, p.nq, p.nk)
         call.tensor("dbias", sums["bias"][None])
