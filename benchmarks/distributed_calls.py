@@ -147,7 +147,7 @@ def contestant(rank: Rank, cell: Cell, name: str) -> Contestant:
 
 
 def _of_rowmax(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
-    refuse(cell, "alibi dropout lengths documents")
+    refuse(cell, "alibi dropout lengths documents sink")
     strategy, *words = words or ["auto"]
     kind, layout = layout_for(cell, strategy, rank.size, "balanced" in words)
     positions = layout.positions(rank.rank, rank.device)
@@ -166,7 +166,7 @@ def _of_rowmax(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
 
 def _of_torch(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
     """Return torch's context_parallel; "repeated": each query head has a kv head of its own."""
-    refuse(cell, "packed window bias softcap alibi dropout lengths documents")
+    refuse(cell, "packed window bias softcap alibi dropout lengths documents sink")
     if not words or words[0] not in ("allgather", "alltoall"):
         raise UnsupportedError("torch rotates by allgather or alltoall")
     if cell.n % (2 * rank.size):

@@ -25,6 +25,14 @@ SETS: dict[str, tuple[str, ...]] = {
         "d=128 hq=16 hk=4 b=1 n=2048 causal=1",
         "d=64|128|256 hq=8 hk=1 b=1 n=2048|8192 causal=0|1",
     ),
+    # a learned sink a head, with and without a window, as in models of 64 heads on 8
+    "sinks": (
+        "d=64 hq=64 hk=8 b=1 n=2048|8192|16384 causal=1 sink=1",
+        "d=64 hq=64 hk=8 b=1 n=2048|8192|16384 window=127 sink=1",
+        "d=128 n=8192 causal=1 sink=1",
+        f"d=64 hq=64 hk=8 causal=1 packed={'+'.join(['2048'] * 8)} sink=1",
+        f"d=64 hq=64 hk=8 packed={'+'.join(['2048'] * 8)} window=127 sink=1",
+    ),
     # a part of a long prompt: more queries than are few, of all keys so far
     "prefill": (
         "d=128 hq=8 hk=1 b=1 nq=256|512|2048 n=8192|65536 causal=1",

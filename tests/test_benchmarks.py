@@ -37,6 +37,7 @@ FEATURES = (
     f"{TINY} nq=3 hk=1 causal=1",
     f"{TINY} nq=5 window=20 alibi=1",
     f"{TINY} nq=1 lengths=40+64 bias=1hqk",
+    f"{TINY} hk=1 causal=1 sink=1",
 )
 
 
@@ -89,7 +90,7 @@ def test_every_feature_is_timed_and_agrees_with_a_peer(tmp_path: Path):
         assert all(row[name] for name in ("device", "torch", "date", "threads", "ms", "tflops"))
     peers = [row for row in ours if row["peer"]]
     assert {row["peer"] for row in peers} == {"sdpa"}
-    assert len(ours) - len(peers) == 3  # with the softcap, which it lacks
+    assert len(ours) - len(peers) == 6  # with a softcap and with a sink, which it lacks
 
 
 def test_tangents_and_second_derivatives_are_timed(tmp_path: Path):

@@ -38,6 +38,7 @@ class Cell:
     bias_float32: bool = False  # whatever the dtype of q
     dv: int = 0  # columns of values and results; 0: as many as of q and k
     boolean: bool = False  # the mask is given as a boolean tensor
+    sink: bool = False  # a logit a head, with its gradient
 
     def __post_init__(self) -> None:
         if self.nq and self.documents:
@@ -134,6 +135,7 @@ class Inputs:
     dout: Tensor
     bias: Tensor | None = None
     slopes: Tensor | None = None  # [Hq]
+    sink: Tensor | None = None  # [Hq]
     lengths: Tensor | None = None  # [B]
     ids: Tensor | None = None  # [N], the document of each position
     offsets: Tensor | None = None  # the first key of each packed sequence, and the end
@@ -159,6 +161,8 @@ def inputs_of(cell: Cell, device: str) -> Inputs:
             found.bias = found.bias.float()
     if cell.alibi:
         found.slopes = 2.0 ** -torch.linspace(1, 8, cell.hq, device=device)
+    if cell.sink:
+        found.sink = torch.randn(cell.hq, device=device)
     if cell.lengths:
         found.lengths = torch.tensor(cell.lengths, device=device)
     if cell.documents:

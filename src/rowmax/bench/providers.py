@@ -118,6 +118,7 @@ def arguments(cell: Cell, x: Inputs) -> dict[str, Any]:
     if x.lengths is not None:
         mask = mask & rowmax.PrefixLengths(x.lengths)
     found = {"causal": cell.causal, "softcap": cell.softcap, "bias": x.bias, "alibi": x.slopes}
+    found |= {"sink": x.sink} if cell.sink else {}
     found |= {"dropout_p": cell.dropout, "seed": 1} if cell.dropout else {}
     if cell.boolean:
         return found | {"causal": False, "mask": allowed(cell, x)}
@@ -139,7 +140,7 @@ class _Nothing(torch.autograd.Function):
 
 def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
     """Return torch's SDPA with one of its kernels; None: torch chooses."""
-    refuse(cell, "softcap")
+    refuse(cell, "softcap sink")
     if kernel is SDPBackend.MATH:
         _refuse_matrices(cell, x.q.device.type)
     if cell.packed:  # a call for each sequence
@@ -198,7 +199,7 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    refuse(cell, "dropout packed")
+    refuse(cell, "dropout packed sink")
     torch._functorch.config.donated_buffer = False  # backward runs often
     torch._dynamo.config.recompile_limit = 256  # beyond it flex_attention holds the matrix
     torch._dynamo.config.accumulated_recompile_limit = 4096
@@ -255,6 +256,7 @@ def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
         "softcap": cell.softcap or None,
         "dropout_p": cell.dropout or None,
         "alibi_slopes": x.slopes,
+        "learnable_sink": x.sink,
         "window_size": (cell.window, 0) if cell.window else None,
         "cu_seqlens_q": x.q_offsets,
         "cu_seqlens_k": x.offsets,
@@ -276,7 +278,7 @@ def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
 
 def of_xformers(cell: Cell, x: Inputs) -> Attend:
     """Return xformers' memory_efficient_attention."""
-    refuse(cell, "softcap alibi packed window documents lengths boolean nq")
+    refuse(cell, "softcap alibi packed window documents lengths boolean nq sink")
     ops = installed("xformers.ops")
     if cell.hq != cell.hk or (cell.causal and cell.bias):
         raise UnsupportedError("without grouped heads, and without causal beside a bias")
@@ -288,7 +290,7 @@ def of_xformers(cell: Cell, x: Inputs) -> Attend:
 
 def of_cuequivariance(cell: Cell, x: Inputs) -> Attend:
     """Return triangle_attention, for sequences that share a bias of each pair."""
-    refuse(cell, "causal softcap alibi dropout packed window documents nq")
+    refuse(cell, "causal softcap alibi dropout packed window documents nq sink")
     attend = installed("cuequivariance_torch").triangle_attention
     if cell.hq != cell.hk or x.bias is None or x.bias.shape[0] > 1:
         raise UnsupportedError("without a bias that all sequences share, or with grouped heads")

@@ -184,6 +184,10 @@ class Worker:
             x = replace(x, bias=x.bias.detach())
             if graded and cell.dbias and chosen.dbias:
                 wanted.append(x.bias.requires_grad_())  # pyright: ignore
+        if x.sink is not None:
+            sink = x.sink.detach().requires_grad_(graded)
+            x = replace(x, sink=sink)
+            wanted += [sink] * graded
         attend = chosen.make(cell, x)
         if (second := what.removesuffix("-memory")) in ("jvp", "second"):
             return Ready(task, along(second, attend, leaves, dout), chosen.heads_first)
