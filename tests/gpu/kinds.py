@@ -14,6 +14,7 @@ from rowmax.call import dispatch
 from rowmax.testing import (
     CASES,
     COVERING,
+    Answer,
     Call,
     Case,
     answer,
@@ -158,6 +159,33 @@ def check_repeats(case: Case, backend: str, device: str, times: int = REPEATS) -
     return []
 
 
+def check_replays(case: Case, dtype: str, backend: str, device: str) -> list[str]:
+    """Return the results of repeated launches that differ from those of first calls.
+
+    The second call of a kind is recorded, and those after it repeat its launches. Inputs of two
+    seeds take turns: a result of the numbers before would be wrong.
+    """
+    from tests.gpu.launches import different
+
+    case = case.with_constant_slopes() if backend == "hopper" else case
+    calls = [make(case, device, getattr(torch, dtype), seed) for seed in range(2)]
+    if reason := refusal(calls[0], backend):
+        return [f"refused: {reason}"]
+    along = [cotangents(call) for call in calls]
+
+    def found(n: int) -> Answer:
+        with poisoned():
+            return answer(calls[n], *along[n], backend=backend, deterministic=True)
+
+    first = [found(n) for n in range(2)]
+    return [
+        f"{name} of seed {n} differs in turn {turn}"
+        for turn in range(2)
+        for n in range(2)
+        for name in different(first[n], found(n))
+    ]
+
+
 def check_extreme(name: str, backend: str, device: str) -> list[str]:
     try:
         return getattr(extremes, name)(backend, device)
@@ -242,6 +270,14 @@ def repeats(given: Namespace) -> Iterator[Check]:
     """Yield calls that must agree to the bit, 200 times."""
     for case in tagged(given.tag or "repeats"):
         yield Check("repeats", case.name, "bfloat16", "", check_repeats, (case,), slow=True)
+
+
+@every_backend
+def replays(given: Namespace) -> Iterator[Check]:
+    """Yield calls whose launches are repeated with other numbers."""
+    for case in tagged(given.tag) if given.tag else COVERING if given.quick else CASES:
+        for dtype in ("bfloat16",) if given.quick else ("bfloat16", "float32"):
+            yield Check("replays", case.name, dtype, "", check_replays, (case, dtype))
 
 
 @every_backend
@@ -374,6 +410,7 @@ KINDS: dict[str, Kind] = {
     "few-queries": few_queries,
     "tangents": tangents,
     "repeats": repeats,
+    "replays": replays,
     "extremes": all_extremes,
     "extreme-biases": extreme_biases,
     "known-faults": known_faults,
@@ -391,6 +428,7 @@ ON_CPU = (
     "few-queries",
     "tangents",
     "repeats",
+    "replays",
     "extremes",
     "extreme-biases",
     "known-faults",

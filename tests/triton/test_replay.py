@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,16 +176,84 @@ def test_results_keep_their_type_and_strides() -> None:
     assert found.k is None
 
 
-@pytest.mark.parametrize("what", ["zeros", "a sum", "a result that is a view", "a public launch"])
+def test_sums_zeros_and_copies_are_repeated_between_launches() -> None:
+    """Operations read what a launch wrote, given tensors that want gradients, and kept tables."""
+    table = torch.arange(8.0)
+
+    class Fill(Launch):
+        """Write the numbers 0, 1, ... to a tensor; repeated, twice as many."""
+
+        def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
+            super().__call__(t, bases)
+            self.write(t[0].data_ptr(), 1)
+
+        def addressed(self, t: Any, bases: Any) -> Any:
+            return lambda pointers, bases: self.write(pointers[0], 2)
+
+        def write(self, address: int, step: int) -> None:
+            numbers = (ctypes.c_float * 30)(*range(0, 30 * step, step))
+            ctypes.memmove(address, numbers, ctypes.sizeof(numbers))
+
+    fill, last = Fill(), Launch()
+
+    def run(given: Tensors) -> tuple[Tensor, ...]:
+        parts = given.q.new_empty(2, 3, 5)
+        fill((parts,))
+        zeros = parts.new_zeros(3, 2)
+        total = parts.view(2, 3, 5)[:, 1:].sum((0, 2)).to(torch.float64)
+        kept = parts.sum([0], keepdim=True)
+        columns = parts[1].transpose(0, 1)[1:].contiguous()
+        copy, row = given.k.transpose(1, 2).contiguous(), table[2:].to(torch.float64)
+        last((zeros, total, columns))
+        return zeros, total, kept, columns, copy, row
+
+    given = inputs()
+    _, again = replay.record(run, given)
+    assert callable(again)
+    given = inputs()
+    given = given._replace(k=given.k.requires_grad_())
+    zeros, total, kept, columns, copy, row = again(given)
+    parts = 2 * torch.arange(30.0).view(2, 3, 5)
+    assert torch.equal(zeros, torch.zeros(3, 2))
+    assert torch.equal(total, parts[:, 1:].sum((0, 2)).double())
+    assert torch.equal(kept, parts.sum(0, keepdim=True))
+    assert torch.equal(columns, parts[1].T[1:])
+    assert torch.equal(copy, given.k.transpose(1, 2))
+    assert not copy.requires_grad
+    assert torch.equal(row, table[2:].double())
+    assert last.repeated[-1][0] == tuple(x.data_ptr() for x in (zeros, total, columns))
+
+
+@pytest.mark.parametrize("which", [slice(1, None), slice(0, 1)])
+def test_a_result_may_be_a_view(which: slice) -> None:
+    launch = Launch()
+
+    def run(given: Tensors) -> tuple[Tensor, Tensor]:
+        out = given.q.new_empty(given.q.shape)
+        launch((out,))
+        return out[which].transpose(1, 2), out
+
+    (want, _), again = replay.record(run, inputs())
+    memory = torch.empty(inputs().q.shape)
+    view, out = again(inputs(), memory)
+    assert (view.shape, view.stride(), view.storage_offset()) == (
+        want.shape,
+        want.stride(),
+        want.storage_offset(),
+    )
+    assert view.untyped_storage().data_ptr() == out.data_ptr() != memory.data_ptr()
+
+
+@pytest.mark.parametrize("what", ["a product", "a sum", "a given tensor", "a public launch"])
 def test_other_calls_are_not_recorded(what: str) -> None:
     launch = Launch(private=what != "a public launch")
 
     def run(given: Tensors) -> tuple[Tensor]:
         out = given.q.new_empty(given.q.shape)
         launch((out,))
-        if what == "zeros":
-            launch((out.new_zeros(3),))
-        return (out.sum() if what == "a sum" else out[1:] if "view" in what else out,)
+        if what == "a product":
+            launch((2 * out,))
+        return (out.sum() if what == "a sum" else given.k if "given" in what else out,)
 
     results, again = replay.record(run, inputs())
     assert again is False

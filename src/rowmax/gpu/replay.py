@@ -2,8 +2,8 @@
 
 A call makes tensors, and launches kernels that read and write them. Sizes, strides, dtypes and
 options decide which. A later call like it needs neither plans nor keys: it makes tensors of the
-same sizes, and launches the same kernels at the new addresses. A call with another operation
-(zeros, a sum, a copy) is not recorded.
+same sizes, and launches the same kernels at the new addresses. Zeros, sums and copies by torch are
+repeated between them. A call with another operation is not recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..torch_compat import DispatchMode, empty_on_gpu
 from . import compat
-from .compiled import Addressed, Launch, Span, recorded_by
+from .compiled import Launch, Span, recorded_by
 from .kept import Plans
 
 #: function of the tensors of a call, and of memory for its first result -> its results, or None
@@ -42,16 +42,39 @@ EMPTY = frozenset({
 #: operations that look at the memory of their first argument
 VIEWS = frozenset({
     aten.alias.default, aten.detach.default, aten.expand.default, aten.permute.default,
-    aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unsqueeze.default,
-    aten.view.default,
+    aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.t.default, aten.transpose.int,
+    aten.unsqueeze.default, aten.view.default,
 })  # fmt: skip
 
 
-class _Watch(DispatchMode):
-    """The tensors that a call makes, and whether it does anything else."""
+def _sum(made: Tensor, x: Tensor, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> None:
+    torch.sum(x, dims, keepdim, dtype=dtype, out=made)
 
-    def __init__(self) -> None:
+
+def _copy(made: Tensor, x: Tensor, **_: Any) -> None:
+    made.copy_(x)
+
+
+def _zeros(made: Tensor, *_: Any, **__: Any) -> None:
+    made.zero_()
+
+
+#: by operation: the function that writes its result for the other arguments
+WRITERS: dict[Any, Callable[..., None]] = {
+    aten.sum.dim_IntList: _sum, aten.clone.default: _copy, aten._to_copy.default: _copy,
+    aten.new_zeros.default: _zeros, aten.zeros_like.default: _zeros,
+}  # fmt: skip
+
+
+class _Watch(DispatchMode):
+    """The tensors that a call makes, and whether it does anything that cannot be repeated.
+
+    Operations come between the launches.
+    """
+
+    def __init__(self, launches: list[Any]) -> None:
         super().__init__()
+        self.launches = launches
         self.made: list[Tensor] = []
         self.views: list[tuple[Tensor, Tensor]] = []  # each with its source
         self.complete = True
@@ -62,15 +85,21 @@ class _Watch(DispatchMode):
             self.made.append(result)
         elif func in VIEWS:
             self.views.append((result, args[0]))
+        elif func in WRITERS and result.device == args[0].device:
+            self.made.append(result)
+            self.launches.append(Operation(func, result, args, kwargs or {}))
         else:
             self.complete = False
         return result
 
 
 class Step(NamedTuple):
-    """One launch, and where its operands begin: places, or functions from all addresses."""
+    """One launch, and where its operands begin: places, or functions from all addresses.
 
-    launch: Addressed
+    An operation of torch is a launch whose operands are tensors.
+    """
+
+    launch: Callable[[tuple[Any, ...], tuple[Any, ...]], None]
     pointers: Any
     bases: Any
 
@@ -83,7 +112,7 @@ class Step(NamedTuple):
         return Step(self.launch, *found)
 
 
-def _picked(numbers: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
+def _picked(numbers: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     """Return the function that picks the members with these numbers of a list."""
     if len(numbers) < 2:  # itemgetter would return no tuple
         return lambda at: tuple(at[n] for n in numbers)
@@ -112,15 +141,53 @@ class _Places:
         return len(self.tensors) - 1, 0
 
 
+class Operation(NamedTuple):
+    """An operation of torch, and the tensor that it made."""
+
+    func: Any
+    made: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def step(self, places: _Places) -> OperationStep:
+        """Return the step that repeats it."""
+        x, *more = self.args
+        numbers, write, kwargs = [places.of(self.made)[0]], WRITERS[self.func], self.kwargs
+        if write is _zeros:
+            return OperationStep(lambda tensors, _: _zeros(*tensors), numbers)
+        number, start = places.of(x)
+        begin, sizes, strides = start // x.element_size(), x.shape, x.stride()
+
+        def repeat(tensors: tuple[Any, ...], _: Any) -> None:
+            made, base = tensors
+            # no gradient: a given tensor may want one
+            x = base.detach().as_strided(sizes, strides, base.storage_offset() + begin)
+            write(made, x, *more, **kwargs)
+
+        return OperationStep(repeat, [*numbers, number])
+
+
+class OperationStep(NamedTuple):
+    """An operation, and the numbers of its tensors: the one that it writes, then what it reads."""
+
+    repeat: Callable[[tuple[Any, ...], Any], None]
+    tensors: list[int]
+
+    def at_numbers(self, n: int, within: dict[Place, int]) -> Step:
+        """Return the step with functions of the addresses, to which n tensors are appended."""
+        first = n + len(within)
+        return Step(self.repeat, _picked([first + x for x in self.tensors]), _picked([]))
+
+
 class Record:
-    """The launches of a call. It keeps no tensors but those that stay."""
+    """The launches and operations of a call. It keeps only the tensors that stay."""
 
     def __init__(
         self,
         given: list[Any],
         watch: _Watch,
         results: tuple[Any, ...],
-        launches: list[tuple[Launch, Any, tuple[Any, ...]]],
+        launches: list[tuple[Launch, Any, tuple[Any, ...]] | Operation],
     ) -> None:
         self.device = given[0].device.index
         self.given = [n for n, x in enumerate(given) if x is not None]
@@ -130,11 +197,22 @@ class Record:
         self.made = [(tuple(x.shape), x.stride(), x.dtype) for x in watch.made]
         self.type = type(results)
         of_result = [None if x is None else places.of(x) for x in results]
-        self.complete = all(x is None or (x[0] >= first and x[1] == 0) for x in of_result)
+        past = first + len(watch.made)
+        self.complete = all(x is None or first <= x[0] < past for x in of_result)
         self.results = [None if x is None else x[0] for x in of_result]
-        self.steps: list[Step] = []
+        #: by number of a result that is a part of its tensor: how to look at it
+        self.views = {
+            n: (x.shape, x.stride(), place[1] // x.element_size())
+            for n, (x, place) in enumerate(zip(results, of_result, strict=True))
+            if place is not None and not any(x is y for y in watch.made)
+        }
+        steps: list[Step | OperationStep] = []
         within: dict[Place, int] = {}  # places inside of tensors, by their order
-        for launch, t, bases in launches:
+        for noted in launches:
+            if isinstance(noted, Operation):
+                steps.append(noted.step(places))
+                continue
+            launch, t, bases = noted
             addressed = launch.addressed(t, bases)
             if addressed is None:
                 self.complete = False
@@ -147,11 +225,12 @@ class Record:
             for place in chain(*of_step):
                 if place[1]:
                     within.setdefault(place, len(within))
-            self.steps.append(Step(addressed, *of_step))
+            steps.append(Step(addressed, *of_step))
         n = len(places.tensors)
-        self.steps = [x.at_numbers(n, within) for x in self.steps]
+        self.steps = [x.at_numbers(n, within) for x in steps]
+        self.operates = any(isinstance(x, OperationStep) for x in steps)
         self.within = list(within)
-        self.stay = places.tensors[first + len(watch.made) :]
+        self.stay = places.tensors[past:]
         self.addresses = [x.data_ptr() for x in self.stay]
 
     def __call__(self, given: Sequence[Any], into: Tensor | None = None) -> tuple[Any, ...]:
@@ -169,17 +248,22 @@ class Record:
             replaced = self._replaced(into)
             for n, like in enumerate(self.made):
                 tensors.append(into if n == replaced else empty_on_gpu(*like))
-        at = [x.data_ptr() for x in tensors]
+        at: list[Any] = [x.data_ptr() for x in tensors]
         at += self.addresses
         at += [at[n] + offset for n, offset in self.within]
+        if self.operates:
+            at += tensors
+            at += self.stay
         for launch, pointers, bases in self.steps:
             launch(pointers(at), bases(at))
         results = [None if n is None else tensors[n] for n in self.results]
+        for n, view in self.views.items():
+            results[n] = results[n].as_strided(*view)  # pyright: ignore
         return tuple(results) if self.type is tuple else self.type(*results)
 
     def _replaced(self, into: Tensor) -> int:
         """Return which of the tensors that a call makes may be ``into``, -1 if none may."""
-        if self.results[0] is None:
+        if self.results[0] is None or 0 in self.views:
             return -1
         made = self.results[0] - len(self.given)
         same = (into.shape, into.stride(), into.dtype) == self.made[made]
@@ -210,7 +294,7 @@ def record(
         return run(given), None
     # objects of their own: q and k may be one tensor here, and two in a call like it
     aliases = [None if x is None else x.detach() for x in given]
-    with _Watch() as watch, recorded_by() as launches:
+    with recorded_by() as launches, _Watch(launches) as watch:
         results = run(type(given)(*aliases) if hasattr(given, "_fields") else aliases)
     if not watch.complete or not launches:
         return results, False
