@@ -65,6 +65,19 @@ def test_few_queries_stand_at_the_last_keys():
         cells("nq=3 documents=2")
 
 
+@pytest.mark.parametrize("text", ["packed=30+7 window=9", "n=40 window=50", "packed=30+7 causal=1"])
+def test_pairs_of_sequences_are_counted(text: str):
+    (cell,) = cells(f"d=16 b=1 hq=1 dtype=float32 {text}")
+    i = torch.arange(max(cell.packed or (cell.n,)))
+    distance = i[:, None] - i
+    seen = [
+        ((distance >= 0) & (distance <= (cell.window or cell.n)))[:n, :n].sum().item()
+        for n in cell.packed or (cell.n,)
+    ]
+    half = sum(cell.packed) / 2 if cell.causal else 0  # the diagonal of a causal mask counts half
+    assert cell.pairs == sum(seen) - half
+
+
 def test_packed_sequences_have_as_many_queries_each():
     (cell,) = cells("d=16 hq=4 hk=2 dtype=float32 nq=3 causal=1 packed=50+70")
     x = inputs_of(cell, "cpu")

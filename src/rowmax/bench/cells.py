@@ -87,8 +87,8 @@ class Cell:
         if self.nq:
             keys = sum(self.packed) or sum(self.lengths) or self.b * min(w + 1 if w else n, n)
             return self.nq * keys
-        every = self.b * (n * (w + 1) - w * (w + 1) / 2 if w else n * n) / (self.documents or 1)
-        every = sum(x * x for x in self.packed) or n * sum(self.lengths) or every
+        every = sum(_pairs(x, w) for x in self.packed or (n,) * self.b)
+        every = n * sum(self.lengths) or every / (self.documents or 1)
         return every / (2 if self.causal else 1)
 
     @property
@@ -105,6 +105,12 @@ class Cell:
         """
         columns = (products + 1) // 2 * self.d + products // 2 * self.values
         return 2 * self.hq * columns * self.pairs
+
+
+def _pairs(n: int, window: int) -> float:
+    """Return the pairs of a sequence of n positions; a window's are those of a causal mask too."""
+    w = min(window, n - 1)
+    return n * (w + 1) - w * (w + 1) / 2 if window else n * n
 
 
 def cells(text: str) -> list[Cell]:

@@ -160,6 +160,8 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
     masked = cell.window or cell.lengths or cell.documents or cell.boolean
     plain = not (masked or cell.alibi or cell.bias or few)
     pairs, bias = None if plain else allowed(cell, x), x.bias
+    if kernel is SDPBackend.CUDNN_ATTENTION and bias is not None and bias.shape[-1] < cell.n:
+        raise UnsupportedError("cuDNN reads past such a bias: a misaligned address")
     if x.slopes is not None:
         refuse(cell, "bias")
         i = torch.arange(cell.n, device=x.q.device)
