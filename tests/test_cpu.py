@@ -163,10 +163,11 @@ def test_a_process_loads_what_others_compiled_for_different_dtypes(kernel_folder
 
 
 _PAIRS = """
-    import torch, rowmax, rowmax.cpu.call
+    import sys
+    from importlib import util
+    from pathlib import Path
+
     from llvmlite import ir
-    from rowmax.cpu import vector
-    from tests.partial_sums import check
 
     def as_two_products(builder, vector, words):
         if not isinstance(words.element, ir.IntType):
@@ -181,8 +182,21 @@ _PAIRS = """
 
         return multiply_add
 
+    # before other modules read its constants: pairs are of vectors of 16
+    file = Path(util.find_spec("rowmax").origin).parent / "cpu" / "vector.py"
+    found = util.spec_from_file_location("rowmax.cpu.vector", file)
+    vector = sys.modules[found.name] = util.module_from_spec(found)
+    found.loader.exec_module(vector)
+    sizes = vector.Machine(w=16, mr=8, nv=2, tile_q=64, tile_k=256, pairs=True)
+    vector.W, vector.MR, vector.NV, vector.TILE_Q, vector.TILE_K, vector.PAIRS = sizes
     original, vector.multiply_add = vector.multiply_add, as_two_products
-    rowmax.cpu.call.PAIRS = True
+
+    import torch, rowmax
+    from rowmax.cpu import amx, call, products
+    from tests.partial_sums import check
+
+    assert products.W == 16 and call.PAIRS and products.multiply_add is as_two_products
+    amx.ready = lambda: False
     torch.manual_seed(0)
     shapes = (130, 4), (300, 2), (300, 2)
     q, k, v = (torch.randn(2, n, h, 33, dtype=torch.bfloat16) for n, h in shapes)

@@ -419,15 +419,17 @@ def test_sizes_of_vectors(nq: int, nk: int, d: int, dtype: torch.dtype) -> None:
 def test_one_query_has_two_chunks_where_its_keys_nearly_fill_one() -> None:
     """Not where tasks of all heads are slower, and not in a backward, 16 bits or a packed call."""
     keys = few.CHUNK * TILE_K
+    heads = 8 if keys == 512 else 16  # a power of two whose half of the keys is large enough
 
     def chunks(way: str = "forward", dtype: torch.dtype = torch.float32, **options: Any) -> int:
-        case = Case("one", **{"b": 2, "nq": 1, "nk": keys, "hq": 8, "d": 64, **options})
+        case = Case("one", **{"b": 2, "nq": 1, "nk": keys, "hq": heads, "d": 64, **options})
         return few_calls.chunks_of(_recorded(case, dtype), few_calls.WAYS[way][0])
 
     assert [chunks(nk=n) for n in (1, keys // 2, keys // 8 * 7 - 1, keys + 1)] == [1, 1, 1, 2]
     assert [chunks(nk=n) for n in (keys // 8 * 7, keys)] == [2, 2]
-    assert chunks(b=1) == chunks(hq=4, d=128) == 2
-    others = {"nq": 2, "hk": 4, "hq": 4, "layout": "bhnd", "sequences": ((1, keys), (1, 9))}
+    half = heads // 2
+    assert chunks(b=1) == chunks(hq=half, d=128) == 2
+    others = {"nq": 2, "hk": half, "hq": half, "layout": "bhnd", "sequences": ((1, keys), (1, 9))}
     assert [chunks(**{name: x}) for name, x in others.items()] == [1] * 5
     assert chunks("backward") == chunks(dtype=torch.bfloat16) == 1
 
@@ -550,12 +552,14 @@ def test_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> None:
     assert heads_of(torch.bfloat16, hq=8, d=64, nk=8192) == [8, 8]
     assert heads_of(hq=8, d=64, layout="bhnd") == [1, 1]
     # tasks would be fewer than threads; a forward has some heads, if their rows are long
-    assert heads_of(hq=8, d=64, b=1, nk=1500) == [1, 1]
-    assert heads_of(hq=8, d=128, b=1, nk=1500) == [4, 1]
-    assert heads_of(hq=32, d=128, b=1, nk=380) == [8, 1]
-    assert heads_of(hq=6, d=512, b=1, nk=380) == [1, 1]
-    assert heads_of(hq=12, d=256, b=1, nk=380) == [3, 1]
-    assert heads_of(hq=32, d=128, b=1, nk=500) == [16, 1]  # two chunks
+    keys = few.CHUNK * TILE_K
+    three, one = 3 * keys - 36, keys * 3 // 4  # keys of so many chunks
+    assert heads_of(hq=8, d=64, b=1, nk=three) == [1, 1]
+    assert heads_of(hq=8, d=128, b=1, nk=three) == [4, 1]
+    assert heads_of(hq=32, d=128, b=1, nk=one) == [8, 1]
+    assert heads_of(hq=6, d=512, b=1, nk=one) == [1, 1]
+    assert heads_of(hq=12, d=256, b=1, nk=one) == [3, 1]
+    assert heads_of(hq=32, d=128, b=1, nk=keys - 12) == [16, 1]  # two chunks
 
 
 @pytest.mark.parametrize("batch", [16, 17])

@@ -170,12 +170,12 @@ import torch
 from rowmax.gpu import ahead, replay
 
 x = torch.zeros(3)
-with replay._Watch() as watch, ahead._Pretended("cpu"):
+with replay._Watch([]) as watch, ahead._Pretended("cpu"):
     x.new_empty(3).sum()
 assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 import torch._dynamo
 
-with replay._Watch() as disabled:
+with replay._Watch([]) as disabled:
     x.new_empty(3).sum()
 assert isinstance(disabled, replay._Watch) and type(disabled) is not type(watch)
 assert len(disabled.made) == 1 and not disabled.complete

@@ -257,7 +257,7 @@ def test_a_replay_can_repeat_the_launches(
     case = Case("", b=2, nq=2, nk=nk, hq=4, hk=2, d=16, **more)
     given, tensors = make(case, dtype=torch.float16).problem()
     assert parts.parts_of(given) == 32
-    with replay._Watch() as watch:
+    with replay._Watch([]) as watch:
         few.forward(given, tensors)
     assert watch.complete
     copies = [1] if nk == 2100 and "allowed" in more else []
