@@ -12,6 +12,8 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -461,61 +463,54 @@ def out_of_range(seed: int) -> list[str]:
     return [n for n, x, y in zip(("out", "lse"), *got, strict=True) if not torch.equal(x, y)]
 
 
+def checks_of(only: str, seeds: int) -> list[tuple[str, Callable[[], list[str]]]]:
+    """Return all checks, with their names; those of no case are of the name ''."""
+    drawn = [c for c in (*MORE, *CASES, *tagged("blocks")) if only in c.name]
+    found = [
+        (f"{case.name} seed {seed}", partial(check, case, seed))
+        for case in drawn
+        for seed in range(seeds)
+    ]
+    both = torch.float16, torch.float32  # the second has the smaller tolerance
+    extremes = [(c, kind) for c in EXTREMES for kind in (both if c.bias else both[1:])]
+    found += [(f"{c.name} {kind} seed 0", partial(check_extreme, c, kind)) for c, kind in extremes]
+    arriving = [c for c in (*MORE, *CASES) if only in c.name][::6]
+    found += [
+        (f"keys that arrive, {c.name} seed 0", partial(check_arrivals, c, 0)) for c in arriving
+    ]
+    found += [
+        (f"past the last, sink {sink}, seed 0", partial(past_the_last, sink))
+        for sink in (False, True)
+    ]
+    found += [(f"gap, seed {seed}", partial(check_gap, seed)) for seed in range(24)]
+    return found + [
+        (f"out of range, seed {seed}", partial(out_of_range, seed)) for seed in range(4)
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--every", type=int, default=1, help="take one case in so many")
+    parser.add_argument("--shares", type=int, default=1, help="take one check in so many")
+    parser.add_argument("--share", type=int, default=0, help="the first of these")
     options = parser.parse_args()
     collect_less()
     wrong = right = refused = 0
-    for case in [c for c in (*MORE, *CASES, *tagged("blocks")) if options.only in c.name][
-        :: options.every
-    ]:
-        for seed in range(options.seeds):
-            begin = time.monotonic()
-            try:
-                found = check(case, seed)
-            except Exception as error:
-                found = [f"{type(error).__name__}: {error}"]
-            if found == ["refused"]:
-                refused += 1
-            elif found:
-                wrong += 1
-                print(f"{case.name} seed {seed}: {'; '.join(found)}", flush=True)
-            else:
-                right += 1
-                print(f"{case.name} {time.monotonic() - begin:.1f} s", flush=True)
-    both = torch.float16, torch.float32  # the second has the smaller tolerance
-    extremes = [(c, kind) for c in EXTREMES for kind in (both if c.bias else both[1:])]
-    for case, kind in extremes[:: options.every]:
-        found = check_extreme(case, kind)
-        refused, right = refused + (found == ["refused"]), right + (not found)
-        if found and found != ["refused"]:
+    for name, run in checks_of(options.only, options.seeds)[options.share :: options.shares]:
+        begin = time.monotonic()
+        try:
+            found = run()
+        except Exception as error:
+            found = [f"{type(error).__name__}: {error}"]
+        if found == ["refused"] and not name.startswith("gap"):  # none of these may be
+            refused += 1
+        elif found:
             wrong += 1
-            print(f"{case.name} {kind} seed 0: {'; '.join(found)}", flush=True)
-    for case in [c for c in (*MORE, *CASES) if options.only in c.name][:: 6 * options.every]:
-        found = check_arrivals(case, 0)
-        refused, right = refused + (found == ["refused"]), right + (not found)
-        if found and found != ["refused"]:
-            wrong += 1
-            print(f"{case.name} seed 0: of keys that arrive: {'; '.join(found)}", flush=True)
-    for sink in (False, True):
-        found = past_the_last(sink)
-        right, wrong = right + (not found), wrong + bool(found)
-        if found:
-            print(f"past the last, sink {sink}, seed 0: {'; '.join(found)}", flush=True)
-    of_gaps = [check_gap(seed) for seed in range(0, 24, options.every)]
-    right += sum(not found for found in of_gaps)
-    for seed, found in enumerate(of_gaps):
-        wrong += bool(found)  # none may be refused
-        if found:
-            print(f"gap, seed {seed * options.every}: {'; '.join(found)}", flush=True)
-    for seed in range(4):
-        found = out_of_range(seed)
-        right, wrong = right + (not found), wrong + bool(found)
-        if found:
-            print(f"out of range, seed {seed}: {'; '.join(found)}", flush=True)
+            print(f"{name}: {'; '.join(found)}", flush=True)
+        else:
+            right += 1
+            print(f"{name} {time.monotonic() - begin:.1f} s", flush=True)
     print(f"{right} right, {wrong} wrong, {refused} refused")
     return int(wrong > 0)
 

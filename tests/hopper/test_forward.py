@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -20,13 +22,15 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_case_is_right() -> None:
-    done = run("tests.hopper.forward_model")
-    wrong = [line for line in done.stdout.splitlines() if " seed " in line]
+@pytest.mark.parametrize("share", range(3))
+def test_every_case_is_right(share: int) -> None:
+    """Shares keep the time of a test within its limit on loaded machines."""
+    done = run("tests.hopper.forward_model", "--shares=3", f"--share={share}")
+    wrong = [line for line in done.stdout.splitlines() if re.search(r"seed \d+: ", line)]
     assert done.returncode == 0, "\n".join(wrong) or done.stderr[-2000:]
     counts = re.search(r"(\d+) right, 0 wrong", done.stdout)
     assert counts is not None
-    assert int(counts[1]) > 100
+    assert int(counts[1]) > 50
 
 
 def test_a_reference_that_lags_is_right() -> None:
