@@ -31,6 +31,7 @@ FEATURES = (
     f"{TINY} softcap=5 alibi=1",
     f"{TINY} lengths=40+64 bias=1hqk|b11k|11q1 dbias=1",
     f"{TINY} bias=bhqk documents=3 causal=1",
+    "n=64 d=16 b=1 hq=2 dtype=float32 causal=1 documents=3 offsets=1",
     f"{TINY} dropout=0.25",
     "d=16 hq=2 dtype=float32 causal=1 packed=30+7",
     "d=16 hq=4 hk=2 dtype=float32 causal=1 nq=3 packed=30+7",
@@ -63,6 +64,8 @@ def test_few_queries_stand_at_the_last_keys():
     assert "nq 3" in cell.name
     with pytest.raises(ValueError, match="nq: got 3 with documents"):
         cells("nq=3 documents=2")
+    with pytest.raises(ValueError, match="offsets: got True; want documents"):
+        cells("offsets=1")
 
 
 @pytest.mark.parametrize("text", ["packed=30+7 window=9", "n=40 window=50", "packed=30+7 causal=1"])

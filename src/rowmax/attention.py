@@ -15,7 +15,7 @@ from .call.check import Arguments, check_packed_values
 from .call.dispatch import PLAIN_OPERATIONS
 from .call.inputs import Tensors
 from .call.jagged import jagged, packed
-from .call.normalize import checked_lengths, normalized, packed_tensors
+from .call.normalize import by_sequences, checked_lengths, normalized, packed_tensors
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
 from .operators.autograd import attend, attend_again, prepared_directly
@@ -173,12 +173,11 @@ def attention(
     given = q, k, v, bias, sink, allowed
     q, k, v, bias = _autocast(q, k, v, bias)
     # not by ``arguments``: names take longer
-    tensors, options, prepared = normalized(
-        Arguments(
-            q, k, v, _mask(mask, causal), bias, _given(alibi=alibi), scale, softcap, sink,
-            dropout_p, seed, deterministic, backend,
-        )
+    call = Arguments(
+        q, k, v, _mask(mask, causal), bias, _given(alibi=alibi), scale, softcap, sink,
+        dropout_p, seed, deterministic, backend,
     )  # fmt: skip
+    tensors, options, prepared = normalized(by_sequences(call) if call.mask.documents else call)
     if key is not None and _are_read(given, tensors, alibi):
         prepared = prepared or prepared_directly(tensors, options)
         if prepared is not None and options.backend not in PLAIN_OPERATIONS:

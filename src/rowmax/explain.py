@@ -14,7 +14,7 @@ from .attention import CallOptions, arguments, attention
 from .call import dispatch as backends
 from .call.dispatch import Job
 from .call.inputs import Tensors
-from .call.normalize import normalized
+from .call.normalize import by_sequences, normalized
 from .call.problem import Problem, each_sequence, problem_of
 from .errors import check_flag, refuse_unexpected, wrong_type
 from .rules.mask import FULL, PARTIAL, SKIP, tile_states
@@ -135,7 +135,7 @@ def explain(
     if options.get("seed") is None:
         options["seed"] = 0  # does not advance torch's generator
     given = arguments(q, k, v, cu_seqlens, (max_seqlen_q, max_seqlen_k), **options)
-    tensors, found, _ = normalized(given)
+    tensors, found, _ = normalized(by_sequences(given))
     problem = problem_of(tensors, found)
     tiles = _tiles(problem, tensors)
     size = problem.dtype.itemsize

@@ -39,10 +39,13 @@ class Cell:
     dv: int = 0  # columns of values and results; 0: as many as of q and k
     boolean: bool = False  # the mask is given as a boolean tensor
     sink: bool = False  # a logit a head, with its gradient
+    offsets: bool = False  # of documents, instead of ids
 
     def __post_init__(self) -> None:
         if self.nq and self.documents:
             raise ValueError(f"nq: got {self.nq} with documents; want 0")
+        if self.offsets and not self.documents:
+            raise ValueError("offsets: got True; want documents")
         masked = self.causal or self.window or self.documents or self.lengths
         if self.boolean and (self.packed or not masked):
             raise ValueError("boolean: got True; want a mask, and no packed sequences")
@@ -144,7 +147,7 @@ class Inputs:
     sink: Tensor | None = None  # [Hq]
     lengths: Tensor | None = None  # [B]
     ids: Tensor | None = None  # [N], the document of each position
-    offsets: Tensor | None = None  # the first key of each packed sequence, and the end
+    offsets: Tensor | None = None  # the first key of each sequence or document, and the end
     q_offsets: Tensor | None = None  # the same of queries
 
 
@@ -172,7 +175,11 @@ def inputs_of(cell: Cell, device: str) -> Inputs:
     if cell.lengths:
         found.lengths = torch.tensor(cell.lengths, device=device)
     if cell.documents:
-        found.ids = torch.arange(cell.n, device=device) // -(-cell.n // cell.documents)
+        size = -(-cell.n // cell.documents)
+        found.ids = torch.arange(cell.n, device=device) // size
+        if cell.offsets:
+            ends = size * torch.arange(cell.documents + 1, device=device)
+            found.offsets = ends.clamp(max=cell.n).int()
     if cell.packed:
         found.offsets = torch.tensor((0, *cell.packed), device=device).cumsum(0).int()
         found.q_offsets = found.offsets

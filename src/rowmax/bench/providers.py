@@ -113,7 +113,9 @@ def arguments(cell: Cell, x: Inputs) -> dict[str, Any]:
     mask = rowmax.Mask()
     if cell.window:
         mask = mask & rowmax.Window(cell.window, 0)
-    if x.ids is not None:
+    if cell.offsets:
+        mask = mask & rowmax.Documents(cu_seqlens=x.offsets)
+    elif x.ids is not None:
         mask = mask & rowmax.Documents(x.ids)
     if x.lengths is not None:
         mask = mask & rowmax.PrefixLengths(x.lengths)

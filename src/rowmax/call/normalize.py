@@ -16,11 +16,13 @@ from .check import (
     Arguments,
     Shape,
     check,
+    check_documents,
     check_length_values,
     check_packed,
     check_seed,
     check_tensors,
     head_tensors,
+    heads_first,
     longest_of,
     number,
 )
@@ -30,6 +32,8 @@ from .problem import reads_distance
 
 #: types of the other arguments in a signature. bool is left out: True == 1 would hit the entry of 1
 _USUAL = frozenset((float, int, str, type(None)))
+#: backends that compute packed sequences one by one, for which they wait for a GPU
+_ONE_BY_ONE = frozenset(("torch", "reference"))
 #: by the signature of a call that passed the checks
 _passed: dict[Any, Prepared] = {}
 _LIMIT = 4096
@@ -69,6 +73,33 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
         _passed.clear()
     passed = _passed[signature] = prepared(tensors, options)
     return tensors, options, passed
+
+
+def by_sequences(a: Arguments) -> Arguments:
+    """Return the call of one sequence's documents by offsets as a call of packed sequences.
+
+    Its kernels skip the pairs of other documents without ids in memory. Only where both calls mean
+    the same: limits and distances of positions within a document are those of the whole, a bias, a
+    mask and the counter of dropout have indices of the whole.
+
+    Raises:
+        TypeError, ValueError: q, k, v or the documents are wrong.
+    """
+    mask = a.mask
+    if len(mask.documents) != 1 or a.cu_seqlens is not None or a.backend in _ONE_BY_ONE:
+        return a
+    ids = mask.documents[0]
+    others = a.bias, mask.prefix, mask.lengths, mask.allowed, ids.q_ids
+    if ids.cu_seqlens is None or any(x is not None for x in others) or a.dropout_p != 0:
+        return a
+    check_tensors(a)
+    if a.q.shape[0] != 1 or a.q.shape[1] != a.k.shape[1] or a.q.dtype == torch.float64:
+        return a
+    shape = _shape(a)
+    check_documents(a, shape, heads_first(a, shape))
+    rows = {name: t.squeeze(0) for name, t in zip("qkv", (a.q, a.k, a.v), strict=True)}
+    cu_seqlens = ids.cu_seqlens, ids.cu_seqlens
+    return a._replace(**rows, mask=Mask(mask.left, mask.right), cu_seqlens=cu_seqlens)
 
 
 def signature_of(a: Arguments) -> tuple[Any, ...] | None:
