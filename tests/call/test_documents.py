@@ -11,60 +11,28 @@ import torch
 from torch import Tensor
 
 import rowmax
-
-
-def offsets_of(rng: random.Random, n: int) -> Tensor:
-    """Return the offsets of up to 8 documents of n positions in all; some may be empty."""
-    inner = sorted(rng.randint(0, n) for _ in range(rng.randrange(8)))
-    return torch.tensor([0, *inner, n], dtype=rng.choice((torch.int32, torch.int64)))
-
-
-def drawn(rng: random.Random, n: int) -> dict[str, Any]:
-    """Return the arguments of a random call of n positions, with its terms."""
-    hk, group, d, dv = rng.choice((1, 2)), rng.choice((1, 3)), rng.choice((8, 33)), 16
-    torch.manual_seed(rng.randrange(1000))
-    shapes = {"q": (hk * group, d), "k": (hk, d), "v": (hk, dv)}
-    found: dict[str, Any] = {
-        name: torch.randn(1, n, *shape).requires_grad_() for name, shape in shapes.items()
-    }
-    for name in ("alibi", "sink"):
-        if rng.random() < 0.3:
-            found[name] = torch.rand(hk * group).requires_grad_()
-    found["softcap"] = rng.choice((0.0, 0.0, 2.0))
-    return found
-
-
-def answer(call: dict[str, Any], mask: rowmax.Mask, **more: Any) -> list[Tensor]:
-    """Return out, lse and the gradients of all inputs."""
-    leaves = [x for x in call.values() if isinstance(x, Tensor)]
-    out, lse = rowmax.attention(**call, mask=mask, return_lse=True, **more)
-    seen = lse.isfinite()
-    loss = out.square().sum() + lse[seen].sin().sum()
-    return [out, lse, *torch.autograd.grad(loss, leaves)]
+from tests.documents import answer, band_of, check, drawn, offsets_of
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_offsets_are_as_their_ids(seed: int) -> None:
     rng = random.Random(seed)
     n = rng.choice((1, 40, 200, 300))
-    call, cu = drawn(rng, n), offsets_of(rng, n)
+    call, cu, band = drawn(rng, n, 33, "float32", "cpu"), offsets_of(rng, n), band_of(rng)
     ids = torch.bucketize(torch.arange(n), cu[1:], right=True)
-    band = rng.choice((rowmax.Mask(), rowmax.Causal(), rowmax.Window(30, 4), rowmax.Window(9, -2)))
-    got = answer(call, rowmax.Documents(cu_seqlens=cu) & band)
-    want = answer(call, rowmax.Documents(ids) & band)
+    got, want = (
+        answer(call, *rowmax.attention(**call, mask=one & band, return_lse=True))
+        for one in (rowmax.Documents(cu_seqlens=cu), rowmax.Documents(ids))
+    )
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_results_are_those_of_the_packed_call() -> None:
-    rng = random.Random(0)
-    call, cu = drawn(rng, 200), torch.tensor([0, 90, 90, 91, 200])
-    rows = {name: call.pop(name)[0] for name in "qkv"}
-    got = rowmax.attention(
-        *(t[None] for t in rows.values()), mask=rowmax.Documents(cu_seqlens=cu), causal=True, **call
-    )
-    assert torch.equal(got[0], rowmax.attention_varlen(*rows.values(), cu, cu, causal=True, **call))
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("seed", range(5))
+def test_results_are_those_of_the_packed_call(seed: int, backend: str) -> None:
+    assert check(seed, "float32", backend, "cpu") == []
 
 
 CU = torch.tensor([0, 3, 10])

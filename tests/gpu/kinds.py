@@ -30,7 +30,7 @@ from rowmax.testing import (
     second_expected,
     tagged,
 )
-from tests import extreme_bias
+from tests import documents, extreme_bias
 from tests.drawn import Drawn, RefusedError, wrong
 from tests.few_queries import with_few_queries
 from tests.gpu import extremes
@@ -281,6 +281,15 @@ def replays(given: Namespace) -> Iterator[Check]:
 
 
 @every_backend
+def document_offsets(given: Namespace) -> Iterator[Check]:
+    """Yield documents of one sequence, by offsets, next to packed calls."""
+    for seed in range(12 if given.quick else 60):
+        for dtype in ("bfloat16",) if given.quick else ("bfloat16", "float16", "float32"):
+            args = (seed, dtype)
+            yield Check("offsets", f"seed {seed}", dtype, "", documents.check, args)
+
+
+@every_backend
 def all_extremes(given: Namespace) -> Iterator[Check]:
     """Yield checks of more than 2^31 elements, CUDA graphs, streams, NaN, offsets out of range."""
     for name in (*extremes.LARGE, *extremes.SMALL):
@@ -411,6 +420,7 @@ KINDS: dict[str, Kind] = {
     "tangents": tangents,
     "repeats": repeats,
     "replays": replays,
+    "offsets": document_offsets,
     "extremes": all_extremes,
     "extreme-biases": extreme_biases,
     "known-faults": known_faults,
@@ -429,6 +439,7 @@ ON_CPU = (
     "tangents",
     "repeats",
     "replays",
+    "offsets",
     "extremes",
     "extreme-biases",
     "known-faults",

@@ -39,7 +39,7 @@ class Cell:
     dv: int = 0  # columns of values and results; 0: as many as of q and k
     boolean: bool = False  # the mask is given as a boolean tensor
     sink: bool = False  # a logit a head, with its gradient
-    offsets: bool = False  # of documents, instead of ids
+    offsets: bool = False  # documents are given by them, not by ids
 
     def __post_init__(self) -> None:
         if self.nq and self.documents:
