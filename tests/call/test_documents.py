@@ -50,7 +50,6 @@ STAY: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.5},
     "batch": {name: ROWS.expand(2, -1, -1, -1) for name in "qkv"},
     "fewer queries": {"q": ROWS[:, 4:]},
-    "float64": {name: ROWS.double() for name in "qkv"},
     "torch": {"backend": "torch"},
     "reference": {"backend": "reference"},
 }

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ..imports import without_collections
+from ..torch_compat import constant_in_graphs
 from .inputs import (
     HEAD_TERMS,
     Arrivals,
@@ -590,17 +591,27 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
     devices = _DEVICES.get(name)
     if devices is not None and problem.device not in devices:
         return f"it runs on {' or '.join(devices)}, the tensors are on {problem.device}"
+    absent = absence(name)
+    if absent is not None:
+        return absent
+    backend = _load(name)
+    if getattr(backend, call, None) is None:
+        return _NO_SECOND_ORDER
+    return backend.supports(problem, call)
+
+
+@constant_in_graphs
+def absence(name: str) -> str | None:
+    """Return why a backend cannot be loaded, or None."""
     try:
-        backend = _load(name)
+        _load(name)
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get(name)
         hint = f': pip install "rowmax[{extra}]", in a checkout ".[{extra}]"' if extra else ""
         return f"{error.name} is not installed{hint}"
     except (ImportError, OSError, RuntimeError) as error:
         return _broken(name, f"it cannot be loaded: {type(error).__name__}: {error}")
-    if getattr(backend, call, None) is None:
-        return _NO_SECOND_ORDER
-    return backend.supports(problem, call)
+    return None
 
 
 def deferral(name: str, problem: Problem, call: Call) -> str | None:

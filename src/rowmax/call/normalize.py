@@ -26,14 +26,12 @@ from .check import (
     longest_of,
     number,
 )
-from .dispatch import Prepared, prepared
+from .dispatch import Prepared, absence, prepared
 from .inputs import HEAD_TERMS, Options, Tensors
 from .problem import reads_distance
 
 #: types of the other arguments in a signature. bool is left out: True == 1 would hit the entry of 1
 _USUAL = frozenset((float, int, str, type(None)))
-#: backends that compute packed sequences one by one, for which they wait for a GPU
-_ONE_BY_ONE = frozenset(("torch", "reference"))
 #: by the signature of a call that passed the checks
 _passed: dict[Any, Prepared] = {}
 _LIMIT = 4096
@@ -78,22 +76,24 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
 def by_sequences(a: Arguments) -> Arguments:
     """Return the call of one sequence's documents by offsets as a call of packed sequences.
 
-    Its kernels skip the pairs of other documents without ids in memory. Only where both calls mean
-    the same: limits and distances of positions within a document are those of the whole, a bias, a
-    mask and the counter of dropout have indices of the whole.
+    That has tiles of each document, and no ids in memory. Any other call is returned as it is: a
+    bias, a mask and the counter of dropout have indices of the whole, and without kernels packed
+    sequences are computed one by one. Limits and distances are the same within a document.
 
     Raises:
         TypeError, ValueError: q, k, v or the documents are wrong.
     """
     mask = a.mask
-    if len(mask.documents) != 1 or a.cu_seqlens is not None or a.backend in _ONE_BY_ONE:
+    if len(mask.documents) != 1 or a.cu_seqlens is not None or a.backend not in (None, "cpu"):
         return a
     ids = mask.documents[0]
     others = a.bias, mask.prefix, mask.lengths, mask.allowed, ids.q_ids
     if ids.cu_seqlens is None or any(x is not None for x in others) or a.dropout_p != 0:
         return a
     check_tensors(a)
-    if a.q.shape[0] != 1 or a.q.shape[1] != a.k.shape[1] or a.q.dtype == torch.float64:
+    if a.q.device.type != "cpu" or a.q.shape[0] != 1 or a.q.shape[1] != a.k.shape[1]:
+        return a
+    if absence("cpu") is not None:
         return a
     shape = _shape(a)
     check_documents(a, shape, heads_first(a, shape))
