@@ -257,7 +257,7 @@ class Documents(Mask):
         cu_seqlens: instead of ids, ``[documents + 1]`` offsets, 0 first, never falling, N last.
             On a GPU its values are not checked, because reading them waits for the device. On a CPU
             one sequence, with as many queries as keys, is computed as packed sequences, which is
-            faster, unless there is dropout, a bias or another mask than a band.
+            faster, unless there is dropout, a bias, a transform or another mask than a band.
         q_ids: the documents of the queries, ``[Nq]`` or ``[B, Nq]``.
             ``PrefixLengths(align="lengths")`` needs them.
 

@@ -80,8 +80,14 @@ def test_derivatives_and_transforms() -> None:
     def energy(mask: rowmax.Mask, x: Tensor) -> Tensor:
         return rowmax.attention(x, x, x, mask=mask, causal=True).pow(3).sum()
 
+    def twice(mask: rowmax.Mask) -> Tensor:
+        leaf = q.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(energy(mask, leaf), leaf, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), leaf)[0]
+
     many = torch.randn(3, *q.shape)
     for of in (
+        twice,
         lambda mask: torch.func.jvp(torch.func.grad(partial(energy, mask)), (q,), (q.sin(),))[1],
         lambda mask: torch.vmap(torch.func.grad(partial(energy, mask)))(many),
         lambda mask: torch.compile(energy, fullgraph=True, backend="aot_eager")(mask, q),
