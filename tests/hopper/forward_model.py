@@ -464,7 +464,7 @@ def out_of_range(seed: int) -> list[str]:
 
 
 def checks_of(only: str, seeds: int) -> list[tuple[str, Callable[[], list[str]]]]:
-    """Return all checks, with their names; those of no case are of the name ''."""
+    """Return all checks, each after its name; ``only`` is a part of the names of cases."""
     drawn = [c for c in (*MORE, *CASES, *tagged("blocks")) if only in c.name]
     found = [
         (f"{case.name} seed {seed}", partial(check, case, seed))

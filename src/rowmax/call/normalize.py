@@ -93,8 +93,10 @@ def by_sequences(a: Arguments) -> Arguments:
     if len(mask.documents) != 1 or a.cu_seqlens is not None or a.backend not in (None, "cpu"):
         return a
     ids = mask.documents[0]
-    others = a.bias, mask.prefix, mask.lengths, mask.allowed, ids.q_ids
-    if ids.cu_seqlens is None or any(x is not None for x in others) or a.dropout_p != 0:
+    others = a.bias, mask.prefix, mask.lengths, mask.allowed, *ids._replace(cu_seqlens=None)
+    if ids.cu_seqlens is None or any(x is not None for x in others):
+        return a
+    if number("dropout_p", a.dropout_p) != 0:
         return a
     check_tensors(a)
     if a.q.device.type != "cpu" or a.q.shape[0] != 1 or a.q.shape[1] != a.k.shape[1]:
