@@ -15,7 +15,7 @@ from .call.check import Arguments, check_packed_values
 from .call.dispatch import PLAIN_OPERATIONS
 from .call.inputs import Tensors
 from .call.jagged import jagged, packed
-from .call.normalize import by_sequences, checked_lengths, normalized, packed_tensors
+from .call.normalize import by_sequences, checked_lengths, normalized, of_sequences, with_documents
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
 from .operators.autograd import attend, attend_again, prepared_directly
@@ -143,13 +143,16 @@ def attention(
         )  # fmt: skip
     key, rows = None, (q, k, v)
     allowed, lengths = (mask, None) if isinstance(mask, Tensor) else (None, None)
-    limits: recent.Key | None = ()
-    if mask is not allowed and (limits := recent.limits_of(mask)) is not None:
-        lengths = mask.lengths  # pyright: ignore
+    limits, documents = (), None
+    if mask is not allowed:
+        documents = recent.documents_of(mask)
+        limits = recent.limits_of(mask, documents)
+        lengths = None if limits is None else mask.lengths  # pyright: ignore
     if seed is None and limits is not None:
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
         if key is not None and not (bias is sink is mask is alibi is None):
-            key, rows = recent.with_terms(key + limits, rows, bias, sink, allowed, lengths, alibi)
+            terms = bias, sink, allowed, lengths, alibi, documents
+            key, rows = recent.with_terms(key + limits, rows, *terms)
         found = None if key is None else recent.calls.recall(key, *rows)
         if found is not None:
             tensors: tuple[Any, ...] = rows
@@ -158,6 +161,8 @@ def attention(
             if len(rows) > 3:
                 heads = None if alibi is None else alibi[None]
                 tensors = Tensors(q, k, v, bias, sink, heads, lengths=lengths, allowed=allowed)
+                if documents is not None:
+                    tensors = with_documents(tensors, as_mask(mask), found.problem.varlen)
             out, lse = attend_again(found, tensors)
             return (out, lse) if return_lse else out
     if isinstance(q, Tensor) and q.is_nested:
@@ -177,7 +182,10 @@ def attention(
         q, k, v, _mask(mask, causal), bias, _given(alibi=alibi), scale, softcap, sink,
         dropout_p, seed, deterministic, backend,
     )  # fmt: skip
-    tensors, options, prepared = normalized(by_sequences(call) if call.mask.documents else call)
+    sequences = by_sequences(call) if call.mask.documents else call
+    tensors, options, prepared = normalized(sequences)
+    if sequences is not call:
+        tensors = tensors._replace(q=q, k=k, v=v)  # not their views, which autograd would repeat
     if key is not None and _are_read(given, tensors, alibi):
         prepared = prepared or prepared_directly(tensors, options)
         if prepared is not None and options.backend not in PLAIN_OPERATIONS:
@@ -303,7 +311,8 @@ def attention_varlen(
             key, alike = recent.with_terms(key, alike, bias, sink, None, lengths, alibi)
     prepared = None if key is None else recent.packed_calls.recall(key, *alike)
     if prepared is not None:
-        tensors, options = packed_tensors(rows, cu_seqlens), prepared.options
+        tensors = of_sequences(Tensors(*(t[None] for t in rows)), cu_seqlens)
+        options = prepared.options
         check_packed_values(tensors, options)
         if not plain:
             heads = None if alibi is None else alibi[None]
@@ -311,8 +320,7 @@ def attention_varlen(
             tensors = tensors._replace(bias=bias, sink=sink, heads=heads, lengths=lengths)
     else:
         tensors, options, prepared = normalized(arguments(*rows, cu_seqlens, max_seqlens, **given))
-        same = all(x.dtype == t.dtype for x, t in zip(tensors[:3], rows, strict=True))
-        if key is not None and same and _are_read((*tensors[:3], bias, sink, None), tensors, alibi):
+        if key is not None and _are_read((*rows, bias, sink, None), tensors, alibi):
             prepared = prepared_directly(tensors, options)
             if prepared is not None:
                 recent.packed_calls.remember(key, prepared, *alike)
@@ -352,13 +360,15 @@ def arguments(
 def _are_read(given: tuple[Any, ...], tensors: Tensors, alibi: Tensor | None) -> bool:
     """Return True if q, k, v, bias, sink, mask and slopes of a call are read as they were given.
 
-    Autocast changes dtypes, and other tensors are converted or have other axes. Lengths are read
-    again in each call.
+    Autocast changes dtypes, and other tensors are converted or have other axes. Packed q, k and v
+    are views. Lengths and offsets are read again in each call.
     """
     t, heads = tensors, tensors.heads
     if alibi is not None and (heads is None or heads.dtype != alibi.dtype):
         return False
-    return all(map(is_, given, (t.q, t.k, t.v, t.bias, t.sink, t.allowed)))
+    if any(x.dtype != y.dtype for x, y in zip(given[:3], t[:3], strict=True)):
+        return False
+    return all(map(is_, given[3:], (t.bias, t.sink, t.allowed)))
 
 
 def _hide_catches(function: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import rowmax
+from rowmax.call import dispatch
 from rowmax.mask_algebra import Ids
 from tests.documents import answer, band_of, check, drawn, offsets_of
 
@@ -95,5 +96,26 @@ def test_derivatives_and_transforms() -> None:
         lambda mask: torch.func.jvp(torch.func.grad(partial(energy, mask)), (q,), (q.sin(),))[1],
         lambda mask: torch.vmap(torch.func.grad(partial(energy, mask)))(many),
         lambda mask: torch.compile(energy, fullgraph=True, backend="aot_eager")(mask, q),
+        lambda mask: torch.compile(energy, fullgraph=True, dynamic=True, backend="eager")(mask, q),
     ):
         torch.testing.assert_close(of(offsets), of(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "d", "want"),
+    [
+        (None, "cpu", torch.float64, 576, True),
+        ("cpu", "cpu", torch.float32, 512, True),
+        ("torch", "cpu", torch.float32, 512, False),
+        ("triton", "cpu", torch.float32, 512, False),
+        (None, "cuda", torch.float32, 512, True),
+        (None, "cuda", torch.float64, 512, False),
+        (None, "cuda", torch.float32, 576, False),
+        ("reference", "cuda", torch.float32, 512, False),
+        (None, "meta", torch.float32, 512, False),
+    ],
+)
+def test_a_backend_has_to_compute_all_at_once(
+    name: str | None, device: str, dtype: torch.dtype, d: int, want: bool
+) -> None:
+    assert dispatch.packs(name, torch.device(device), dtype, d) is want

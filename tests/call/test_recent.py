@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import rowmax
 from rowmax import torch_compat
 from rowmax.call import dispatch, normalize, recent
+from rowmax.mask_algebra import Ids
 
 
 @pytest.fixture(autouse=True)
@@ -565,3 +567,39 @@ def test_the_backward_of_a_call_with_terms_is_found(
         for x, y in zip(*grads, strict=True):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
     assert found[-3:] == [True] * 3
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Return a tensor that says it is on a GPU, and has no values."""
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def test_documents_of_a_gpu_are_tensors_of_the_call() -> None:
+    ids, cu = on_gpu(8), on_gpu(4)
+    assert recent.documents_of(rowmax.Documents(ids)) is ids
+    assert recent.documents_of(rowmax.Documents(cu_seqlens=cu) & rowmax.Causal()) is cu
+    by_ids, by_offsets = (rowmax.Documents(ids), rowmax.Documents(cu_seqlens=cu))
+    keys = [recent.limits_of(mask, ids) for mask in (rowmax.Causal(), by_ids, by_offsets)]
+    assert len(set(keys)) == 3
+    assert recent.limits_of(by_ids) is None
+
+
+def test_other_documents_take_the_usual_way() -> None:
+    ids, cu = on_gpu(8), on_gpu(4)
+    for mask in (
+        None,
+        rowmax.Causal(),
+        torch.ones(8, 8, dtype=torch.bool),
+        rowmax.Documents(torch.zeros(8, dtype=torch.int32)),
+        rowmax.Documents(cu_seqlens=torch.tensor([0, 8])),
+        rowmax.Documents(ids, q_ids=ids),
+        rowmax.Documents(cu_seqlens=cu, q_ids=ids),
+        rowmax.Documents(ids) & rowmax.Documents(cu_seqlens=cu),
+        rowmax.Mask(documents=(Ids(cu_seqlens=cu, q_id=1),)),
+        rowmax.LeftPadding(ids),
+        rowmax.Dilated(2),
+    ):
+        assert recent.documents_of(mask) is None
+    allowed = rowmax.Documents(ids) & torch.ones(8, 8, dtype=torch.bool)
+    assert recent.limits_of(allowed, recent.documents_of(allowed)) is None

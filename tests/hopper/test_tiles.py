@@ -86,3 +86,24 @@ def test_tiles_follow_the_keys_of_a_query(d: int, left: int, want: tuple[int, in
     case = Case("", b=1, nq=9000, nk=9000, hq=2, d=d, left=left, right=0)
     tile = tiles.tile_for(make(case, dtype=torch.bfloat16).problem()[0], "", 132)
     assert (tile.warpgroups, tile.block_k) == want
+
+
+@pytest.mark.parametrize("right", [None, 0])
+def test_tiles_follow_the_mean_without_a_bound(right: int | None) -> None:
+    """Packed sequences of 1024 have the tile, and the launches, that a bound of 1024 gives."""
+    case = Case("", hq=16, d=64, right=right, sequences=((1024, 1024),) * 16)
+    bounded = make(case, dtype=torch.bfloat16).problem()[0]
+    rows = bounded.total_k
+    open_ended = bounded._replace(nq=rows, nk=rows)
+    assert open_ended.usual == bounded == bounded.usual
+    assert tiles.tile_for(open_ended, "", 132) == tiles.tile_for(bounded, "", 132)
+    assert tiles.tile_for(bounded, "", 132).warpgroups == 2
+    assert not tiles.lags(open_ended, "")
+    long = bounded._replace(nq=rows - 1, nk=rows - 1)  # a bound below all rows is one
+    assert long.usual == long
+    assert tiles.tile_for(long, "", 132).warpgroups == 3
+
+
+def test_the_mean_is_of_several_sequences() -> None:
+    one = make(Case("", d=64, sequences=((9000, 9000),)), dtype=torch.bfloat16).problem()[0]
+    assert one.usual == one

@@ -40,12 +40,15 @@ class Cell:
     boolean: bool = False  # the mask is given as a boolean tensor
     sink: bool = False  # a logit a head, with its gradient
     offsets: bool = False  # documents are given by them, not by ids
+    unbounded: bool = False  # the longest of packed sequences is not given
 
     def __post_init__(self) -> None:
         if self.nq and self.documents:
             raise ValueError(f"nq: got {self.nq} with documents; want 0")
         if self.offsets and not self.documents:
             raise ValueError("offsets: got True; want documents")
+        if self.unbounded and not self.packed:
+            raise ValueError("unbounded: got True; want packed sequences")
         masked = self.causal or self.window or self.documents or self.lengths
         if self.boolean and (self.packed or not masked):
             raise ValueError("boolean: got True; want a mask, and no packed sequences")

@@ -103,8 +103,10 @@ def of_rowmax(cell: Cell, x: Inputs, words: list[str]) -> Attend:
     return lambda q, k, v: rowmax.attention_varlen(q, k, v, *more, **options)
 
 
-def longest(cell: Cell) -> tuple[int, int]:
-    """Return the most queries and keys of a packed sequence."""
+def longest(cell: Cell) -> tuple[int | None, int | None]:
+    """Return the most queries and keys of a packed sequence, None if they are not given."""
+    if cell.unbounded:
+        return None, None
     return cell.nq or max(cell.packed), max(cell.packed)
 
 
@@ -147,7 +149,8 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
         _refuse_matrices(cell, x.q.device.type)
     if cell.packed:  # a call for each sequence
         refuse(cell, "bias alibi")
-        each = [of_sdpa(replace(cell, n=n, packed=()), x, kernel) for n in cell.packed]
+        one = replace(cell, packed=(), unbounded=False)
+        each = [of_sdpa(replace(one, n=n), x, kernel) for n in cell.packed]
 
         of_q = [cell.nq] * len(cell.packed) if cell.nq else list(cell.packed)
         sizes = of_q, list(cell.packed), list(cell.packed)
@@ -271,7 +274,7 @@ def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
         raise UnsupportedError(f"it lacks {sorted(set(given) - known)}")
     if cell.packed:
         lengths = zip(("max_seqlen_q", "max_seqlen_k"), longest(cell), strict=True)
-        given |= {key: n for key, n in lengths if key in known}
+        given |= {key: n for key, n in lengths if key in known and n is not None}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(q, k, v, **given)

@@ -22,6 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 576  # keys of latent attention: 512 and 64 rotated
 LARGEST = 1e30  # the largest scale and softcap: times a score, or divided, they stay within float32
 LENGTHS = "mask: PrefixLengths(lengths=)"
+IDS = "mask: Documents(ids=)"
 #: the end of an error where ``[B, H, N, D]`` would have passed
 HEADS_FIRST = "; the layout is [B, N, H, D]: pass transpose(1, 2) of q, k, v [B, H, N, D]"
 
@@ -291,7 +292,7 @@ def _check_ids(given: Ids, shape: Shape, swapped: Shape | None, q: Tensor) -> No
         return
     if given.ids is not None:
         other = None if swapped is None else swapped.nk
-        _check_each_id("mask: Documents(ids=)", given.ids, (batch, nk), "keys", q, other)
+        _check_each_id(IDS, given.ids, (batch, nk), "keys", q, other)
     else:
         assert given.cu_seqlens is not None
         _check_document_offsets("mask: Documents(cu_seqlens=)", given.cu_seqlens, nk, q)
@@ -322,6 +323,11 @@ def _check_each_id(
         hint = _layout_hint(sizes[0] in (1, batch) and sizes[1] == other)
         want = f"[{n}] or [{batch}, {n}], one id for all {of}{hint}"
         raise bad(name, f"shape {list(sizes)}", want)
+    check_id_values(name, ids)
+
+
+def check_id_values(name: str, ids: Tensor) -> None:
+    """Raise unless ids fit in 32 bits. Where the host cannot read them the device checks."""
     if ids.dtype != torch.int64 or not ids.numel():
         return
     if values_are_readable(ids):

@@ -13,6 +13,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..imports import without_collections
@@ -54,6 +55,10 @@ _DEVICES = {"hopper": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
 _EXTRAS = {"cpu": "cpu"}
 #: used only by name: it allocates the whole score matrix
 _BY_NAME_ONLY = ("reference",)
+#: compute packed sequences one after the other
+_ONE_BY_ONE = ("torch", "reference")
+#: head sizes that every backend takes
+NARROW = 512
 #: consists of differentiable operations: autograd differentiates it to any order
 PLAIN_OPERATIONS = ("reference",)
 
@@ -598,6 +603,28 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
     if getattr(backend, call, None) is None:
         return _NO_SECOND_ORDER
     return backend.supports(problem, call)
+
+
+@constant_in_graphs
+def packs(name: str | None, device: torch.device, dtype: torch.dtype, d: int) -> bool:
+    """Return True if a backend computes packed sequences of head size d all at once.
+
+    That is backend ``name``, or the first that takes them. The call has no further term. In a graph
+    no argument may be symbolic.
+    """
+    return _packs(name, device, dtype, d)
+
+
+@lru_cache(maxsize=256)
+def _packs(name: str | None, device: torch.device, dtype: torch.dtype, d: int) -> bool:
+    q = torch.empty(1, 1, 1, d, dtype=dtype, device="meta")
+    cu = torch.empty(2, dtype=torch.int32, device="meta")
+    tensors = Tensors(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    problem = problem_of(tensors, Options(scale=1.0, max_q=1, max_k=1))
+    problem = problem._replace(device=device.type, device_index=device.index)
+    names = NAMES if name is None else (name,)
+    first = next((n for n in names if refusal(n, problem, "forward") is None), "reference")
+    return first not in _ONE_BY_ONE
 
 
 @constant_in_graphs

@@ -18,11 +18,14 @@ from ..torch_compat import (
     values_are_readable,
 )
 from .check import (
+    IDS,
     LENGTHS,
+    MAX_HEAD_DIM,
     Arguments,
     Shape,
     check,
     check_documents,
+    check_id_values,
     check_length_values,
     check_packed,
     check_seed,
@@ -32,7 +35,7 @@ from .check import (
     longest_of,
     number,
 )
-from .dispatch import Prepared, absence, prepared
+from .dispatch import NARROW, Prepared, packs, prepared
 from .inputs import HEAD_TERMS, Options, Tensors
 from .problem import reads_distance
 
@@ -41,6 +44,8 @@ _USUAL = frozenset((float, int, str, type(None)))
 #: by the signature of a call that passed the checks
 _passed: dict[Any, Prepared] = {}
 _LIMIT = 4096
+#: on a GPU documents that are shorter on average have ids: a tile has rows of several
+SHORT = 128
 
 
 def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
@@ -83,31 +88,37 @@ def by_sequences(a: Arguments) -> Arguments:
     """Return the call of one sequence's documents by offsets as a call of packed sequences.
 
     That has tiles of each document, and no ids in memory. Any other call is returned as it is: a
-    bias, a mask and the counter of dropout have indices of the whole, and without kernels packed
-    sequences are computed one by one. Limits and distances are the same within a document.
+    bias, a mask and the counter of dropout have indices of the whole, some backends compute
+    packed sequences one by one, and a GPU is slower if they are short. Limits and distances are the
+    same within a document.
 
     Raises:
         TypeError, ValueError: q, k, v or the documents are wrong.
     """
     mask = a.mask
-    if len(mask.documents) != 1 or a.cu_seqlens is not None or a.backend not in (None, "cpu"):
+    if len(mask.documents) != 1:
         return a
     ids = mask.documents[0]
-    others = a.bias, mask.prefix, mask.lengths, mask.allowed, *ids._replace(cu_seqlens=None)
-    if ids.cu_seqlens is None or any(x is not None for x in others):
+    cu, of_ids = ids.cu_seqlens, ids._replace(cu_seqlens=None)
+    others = a.cu_seqlens, a.bias, mask.prefix, mask.lengths, mask.allowed, *of_ids
+    if cu is None or any(x is not None for x in others):
         return a
     if number("dropout_p", a.dropout_p) != 0:
         return a
     check_tensors(a)
-    if a.q.device.type != "cpu" or a.q.shape[0] != 1 or a.q.shape[1] != a.k.shape[1]:
+    if a.q.shape[0] != 1 or a.q.shape[1] != a.k.shape[1]:
         return a
-    if absence("cpu") is not None or is_transformed():  # vmap has packed calls one by one
+    # a branch decides on sizes that are symbolic
+    d = MAX_HEAD_DIM if max(a.q.shape[-1], a.v.shape[-1]) > NARROW else NARROW
+    # vmap computes packed calls one by one
+    if is_transformed() or not packs(a.backend, a.q.device, a.q.dtype, d):
+        return a
+    if a.q.device.type != "cpu" and a.q.shape[1] < SHORT * (cu.shape[0] - 1):
         return a
     shape = _shape(a)
     check_documents(a, shape, heads_first(a, shape))
     rows = {name: t.squeeze(0) for name, t in zip("qkv", (a.q, a.k, a.v), strict=True)}
-    cu_seqlens = ids.cu_seqlens, ids.cu_seqlens
-    return a._replace(**rows, mask=Mask(mask.left, mask.right), cu_seqlens=cu_seqlens)
+    return a._replace(**rows, mask=Mask(mask.left, mask.right), cu_seqlens=(cu, cu))
 
 
 def signature_of(a: Arguments) -> tuple[Any, ...] | None:
@@ -191,8 +202,9 @@ def _options(a: Arguments, shape: Shape) -> Options:
 
 
 def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
-    rows = a.q, a.k, a.v
-    found = Tensors(*rows) if a.cu_seqlens is None else packed_tensors(rows, a.cu_seqlens)
+    found = Tensors(a.q, a.k, a.v)
+    if a.cu_seqlens is not None:
+        found = of_sequences(Tensors(*(t[None] for t in found[:3])), a.cu_seqlens)
     lengths = _lengths(a.mask.lengths, shape.nk)
     q_ids, k_ids = _documents(a.mask, shape, lengths, a.q.device)
     accumulator = torch.float64 if a.q.dtype == torch.float64 else torch.float32
@@ -210,13 +222,26 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
     )
 
 
-def packed_tensors(
-    rows: tuple[Tensor, Tensor, Tensor], cu_seqlens: tuple[Tensor, Tensor]
-) -> Tensors:
-    """Return the tensors of packed sequences as backends read them."""
-    q, k, v = (t[None] for t in rows)
+def with_documents(tensors: Tensors, mask: Mask, varlen: bool) -> Tensors:
+    """Return tensors with the documents of ``recent.documents_of``, as ids or as packed sequences.
+
+    The values of ids are checked where the host cannot read them.
+    """
+    ids, cu, *_ = mask.documents[0]
+    if varlen:
+        assert cu is not None
+        return of_sequences(tensors, (cu, cu))
+    if ids is not None:
+        check_id_values(IDS, ids)
+    shape = Shape(tensors.q.shape[0], tensors.q.shape[2], tensors.q.shape[1], tensors.k.shape[1])
+    q_ids, k_ids = _documents(mask, shape, tensors.lengths, tensors.q.device)
+    return tensors._replace(q_ids=q_ids, k_ids=k_ids)
+
+
+def of_sequences(tensors: Tensors, cu_seqlens: tuple[Tensor, Tensor]) -> Tensors:
+    """Return the tensors of one sequence as those of packed ones."""
     cu_q, cu_k = (cu.to(torch.int32).contiguous() for cu in cu_seqlens)
-    return Tensors(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return tensors._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 def _given(a: Arguments) -> tuple[str, ...]:

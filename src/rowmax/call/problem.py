@@ -123,6 +123,18 @@ class Problem(NamedTuple):
         return max(0, min(self.nk, self.left + self.right + 1))
 
     @property
+    def usual(self) -> Problem:
+        """Return this problem, with the mean length of packed sequences that have no bound.
+
+        A bound of all rows is none. Only what decides between equal results may read it.
+        """
+        if not self.varlen or self.batch < 2:
+            return self
+        nq = self.total_q // self.batch if self.nq >= self.total_q else self.nq
+        nk = self.total_k // self.batch if self.nk >= self.total_k else self.nk
+        return self._replace(nq=nq, nk=nk)
+
+    @property
     def dropout_threshold(self) -> int:
         """Return the least 16-bit draw that is kept; 0 without dropout (``rules/dropout.py``)."""
         if self.dropout_p == 0.0:

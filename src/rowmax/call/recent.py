@@ -1,7 +1,7 @@
 """Plain calls that were made before, found by one check in C.
 
-A plain call has q, k and v, perhaps a bias, a sink, slopes, a boolean mask or lengths, a band or
-none, and numbers.
+A plain call has q, k and v, perhaps a bias, a sink, slopes, a boolean mask, lengths or offsets of
+documents, a band or none, and numbers.
 ``normalize`` reads twenty attributes of the tensors to know that a call passed the checks; here
 torch compares them all at once. A call that is not found takes the usual way. Backwards of calls
 with q, k and v alone are found likewise.
@@ -103,29 +103,43 @@ def key_of(
     return causal, scale, softcap, backend, deterministic, ordered
 
 
-def limits_of(mask: object) -> Key | None:
-    """Return the part of a key that a mask decides, or None if it has more than a band and lengths.
+def limits_of(mask: object, documents: Tensor | None = None) -> Key | None:
+    """Return the part of a key that a mask decides, or None if it has more than a band and tensors.
 
-    The lengths are a tensor of the call.
+    The tensors are of the call: lengths, and those of ``documents_of``.
     """
     if not isinstance(mask, Mask):
         return None
     left, right = mask.left, mask.right
     if (
-        mask.documents
+        (mask.documents and documents is None)
         or mask.prefix is not None
         or mask.allowed is not None
         or type(left) not in WHOLE
         or type(right) not in WHOLE
     ):
         return None
-    return left, right, mask.align
+    by_ids = bool(mask.documents) and mask.documents[0].ids is not None
+    return left, right, mask.align, by_ids
+
+
+def documents_of(mask: object) -> Tensor | None:
+    """Return the ids, or offsets, of the mask's documents on a GPU, if they have nothing else.
+
+    On a CPU their values decide more: they are checked, and the longest document is found.
+    """
+    if not isinstance(mask, Mask) or len(mask.documents) != 1:
+        return None
+    ids, cu_seqlens, *others = mask.documents[0]
+    found = cu_seqlens if ids is None else ids
+    alone = all(x is None for x in others)
+    return found if alone and found is not None and found.is_cuda else None
 
 
 def with_terms(
     key: Key, rows: tuple[Tensor, ...], *terms: Tensor | None
 ) -> tuple[Key, tuple[Tensor, ...]]:
-    """Return the key of a call with a bias, a sink, slopes, a mask or lengths, and its tensors."""
+    """Return the key of a call with a bias, sink, slopes or tensors of a mask, and its tensors."""
     given = tuple(t for t in terms if t is not None)
     return (*key, *(t is None for t in terms)), (*rows, *given)
 

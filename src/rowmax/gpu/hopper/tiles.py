@@ -398,9 +398,9 @@ def tile_for(
     if few:
         tile = FEW[d, dv]
     plain = not (bias or p.heads or p.documents or p.softcap > 0 or p.dropout_p > 0)
-    if not spilled and plain and (d, dv) in LONG and is_long(p, d, few):
+    if not spilled and plain and (d, dv) in LONG and is_long(p.usual, d, few):
         return LONG[d, dv]
-    if plain and not few and is_narrow(p, tile):
+    if plain and not few and is_narrow(p.usual, tile):
         return replace(tile, block_k=64, k_stages=4, v_stages=4)
     if bias in ("row", "gathered"):  # numbers in flight need registers too
         return replace(tile, block_k=64 if dv <= 128 else 32)
@@ -537,6 +537,7 @@ def lags(p: Problem, bias: str) -> bool:
     mask = "full" if p.right is None else "causal"
     if p.left is not None:
         mask = "left" if p.right is None else "window"
+    p = p.usual
     operations = forward_flops(p)
     if p.varlen:  # as many sequences of the longest length as there are queries for
         operations = operations * p.total_q // max(p.batch * p.nq, 1)
@@ -579,7 +580,7 @@ def packed_heads(p: Problem, tile: Tile, bias: str) -> int:
         return 1
     wide = p.dv > MOST_COLUMNS  # packed ones were not measured
     rows = ROWS * (1 if wide else tile.warpgroups)
-    most = group if p.nq <= rows // SHARING else min(group, SHARING)
+    most = group if p.usual.nq <= rows // SHARING else min(group, SHARING)
     if (p.varlen or p.documents) and not wide:  # any tile may be cut
         return most
 
