@@ -99,7 +99,7 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any, torch.Tensor]:
     from rowmax.call.problem import problem_of
 
     packed = ()
-    if x.offsets is not None:
+    if x.q_offsets is not None:
         packed = ((x.q_offsets, x.offsets), longest(cell))
     tensors, options, known = normalized(call_of(x.q, x.k, x.v, *packed, **arguments(cell, x)))
     problem = known.problem if known else problem_of(tensors, options)
