@@ -255,11 +255,13 @@ class Documents(Mask):
         ids: integers ``[N]`` or ``[B, N]``, the document of each key position (in any order).
             Without q_ids a query has the id of the key position ``i + Nk - Nq``.
         cu_seqlens: instead of ids, ``[documents + 1]`` offsets, 0 first, never falling, N last.
-            On a GPU its values are not checked, because reading them waits for the device. One
-            sequence, with as many queries as keys, is computed as packed sequences where that is
-            faster, unless there is dropout, a bias, a transform or another mask than a band.
+            On a GPU its values are not checked, because reading them waits for the device.
         q_ids: the documents of the queries, ``[Nq]`` or ``[B, Nq]``.
             ``PrefixLengths(align="lengths")`` needs them.
+
+    Documents of one sequence, with as many queries as keys, are computed as packed sequences where
+    that is faster: by offsets, and on a CPU by ids. Calls with dropout, a bias, a transform or
+    another mask than a band are not.
 
     Raises:
         TypeError, ValueError: ids or offsets that are no integers, of another rank, or that fall.

@@ -23,8 +23,11 @@ def test_offsets_are_as_their_ids(seed: int) -> None:
     call, cu, band = drawn(rng, n, 33, "float32", "cpu"), offsets_of(rng, n), band_of(rng)
     ids = torch.bucketize(torch.arange(n), cu[1:], right=True)
     got, want = (
-        answer(call, *rowmax.attention(**call, mask=one & band, return_lse=True))
-        for one in (rowmax.Documents(cu_seqlens=cu), rowmax.Documents(ids))
+        answer(call, *rowmax.attention(**call, mask=one & band, return_lse=True, backend=backend))
+        for one, backend in (
+            (rowmax.Documents(cu_seqlens=cu), None),
+            (rowmax.Documents(ids), "torch"),
+        )
     )
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
@@ -40,7 +43,11 @@ def test_results_are_those_of_the_packed_call(seed: int, backend: str) -> None:
 CU = torch.tensor([0, 3, 10])
 ROWS = torch.randn(1, 10, 2, 8)
 STAY: dict[str, dict[str, Any]] = {
-    "ids": {"mask": rowmax.Documents(torch.zeros(10, dtype=torch.int32))},
+    "ids": {"mask": rowmax.Documents(torch.tensor([0, 0, 1, 1, 1, 0, 0, 0, 0, 2]))},
+    "no ids": {
+        "mask": rowmax.Documents(torch.zeros(0, dtype=torch.int32)),
+        **dict.fromkeys("qkv", ROWS[:, :0]),
+    },
     "ids of queries": {
         "mask": rowmax.Documents(cu_seqlens=CU, q_ids=torch.zeros(10, dtype=torch.int32))
     },
@@ -80,6 +87,7 @@ def test_derivatives_and_transforms() -> None:
     """Second derivatives, forward mode, vmap and a compiled call are those of ids."""
     q = torch.randn(1, 10, 2, 8)
     ids = rowmax.Documents(torch.tensor([0] * 3 + [1] * 7))
+    ids = ids & ids  # two stay ids
     offsets = rowmax.Documents(cu_seqlens=CU)
 
     def energy(mask: rowmax.Mask, x: Tensor) -> Tensor:

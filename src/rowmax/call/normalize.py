@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..masks import WHOLE, Ids, Mask, as_int
-from ..rules.mask import both_documents, ids_of_offsets
+from ..rules.mask import both_documents, ids_of_offsets, offsets_of_ids
 from ..torch_compat import (
     PLAIN,
     is_observed,
@@ -85,10 +85,11 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
 
 
 def by_sequences(a: Arguments) -> Arguments:
-    """Return the call of one sequence's documents by offsets as a call of packed sequences.
+    """Return the call of one sequence's documents as a call of packed sequences.
 
-    That has tiles of each document, and no ids in memory. Any other call is returned as it is: a
-    bias, a mask and the counter of dropout have indices of the whole, some backends compute
+    That has tiles of each document, and no ids in memory. Documents have offsets, or ids whose
+    values are readable, of positions that follow one another. Any other call is returned as it is:
+    a bias, a mask and the counter of dropout have indices of the whole, some backends compute
     packed sequences one by one, and a GPU is slower if they are short. Limits and distances are the
     same within a document.
 
@@ -98,10 +99,9 @@ def by_sequences(a: Arguments) -> Arguments:
     mask = a.mask
     if len(mask.documents) != 1:
         return a
-    ids = mask.documents[0]
-    cu, of_ids = ids.cu_seqlens, ids._replace(cu_seqlens=None)
-    others = a.cu_seqlens, a.bias, mask.prefix, mask.lengths, mask.allowed, *of_ids
-    if cu is None or any(x is not None for x in others):
+    ids, cu, *more = mask.documents[0]
+    others = a.cu_seqlens, a.bias, mask.prefix, mask.lengths, mask.allowed, *more
+    if any(x is not None for x in others) or not (cu is not None or _are_readable(ids)):
         return a
     if number("dropout_p", a.dropout_p) != 0:
         return a
@@ -113,12 +113,19 @@ def by_sequences(a: Arguments) -> Arguments:
     # vmap computes packed calls one by one
     if is_transformed() or not packs(a.backend, a.q.device, a.q.dtype, d):
         return a
-    if a.q.device.type != "cpu" and a.q.shape[1] < SHORT * (cu.shape[0] - 1):
-        return a
     shape = _shape(a)
     check_documents(a, shape, heads_first(a, shape))
+    if cu is None:
+        assert ids is not None
+        cu = offsets_of_ids(ids.flatten())
+    if cu is None or (a.q.device.type != "cpu" and a.q.shape[1] < SHORT * (cu.shape[0] - 1)):
+        return a
     rows = {name: t.squeeze(0) for name, t in zip("qkv", (a.q, a.k, a.v), strict=True)}
     return a._replace(**rows, mask=Mask(mask.left, mask.right), cu_seqlens=(cu, cu))
+
+
+def _are_readable(ids: Tensor | None) -> bool:
+    return ids is not None and values_are_readable(ids)
 
 
 def signature_of(a: Arguments) -> tuple[Any, ...] | None:

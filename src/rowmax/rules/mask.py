@@ -150,6 +150,19 @@ def ids_of_offsets(cu_seqlens: Tensor, n: int) -> Tensor:
     return begun.cumsum(0, dtype=torch.int32)[None, :n]
 
 
+def offsets_of_ids(ids: Tensor) -> Tensor | None:
+    """Return the offsets of documents of ids ``[n]``: [5, 5, 1, 1, 1] -> [0, 2, 5].
+
+    None if positions of a document do not follow one another, or there are none. Reads the ids.
+    """
+    if not ids.numel():
+        return None
+    inner = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
+    offsets = torch.cat((inner.new_zeros(1), inner, inner.new_full((1,), ids.numel())))
+    found = ids[offsets[:-1]]
+    return offsets if found.unique().numel() == found.numel() else None
+
+
 def both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return ids that are equal exactly where both of two int32 pairs (q_ids, k_ids) are.
 
