@@ -109,11 +109,14 @@ SETS: dict[str, tuple[str, ...]] = {
         "dtype=float32|bfloat16 nq=1 n=512 b=8 hq=12 d=64 bias=1hqk",
         "dtype=float32|bfloat16 n=49 b=64|512 hq=8 d=32 bias=1hqk",
     ),
-    # one sequence of documents, given by offsets
+    # one sequence of documents, given by offsets, or by ids
     "cpu-documents": (
         "dtype=float32|bfloat16|float16 n=4096 b=1 hq=8 d=64 causal=1 documents=4|16|64 offsets=1",
         "dtype=float32|bfloat16 n=1024 b=1 hq=32 hk=8 d=128 causal=1 documents=8 offsets=1",
         "dtype=float32 n=1024 b=1 hq=8 d=64 documents=32 offsets=1",
+        "dtype=float32|bfloat16 n=4096 b=1 hq=8 d=64 causal=1 documents=4|16|64",
+        "dtype=float32|bfloat16 n=1024 b=1 hq=32 hk=8 d=128 causal=1 documents=8",
+        "dtype=float32 n=64|1024 b=1 hq=8 d=64 documents=2|32",
     ),
     # decoding one token with a cache of fixed size: a prefix of it is in use, by lengths or a mask
     "cpu-cached": tuple(
