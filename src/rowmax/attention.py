@@ -15,7 +15,14 @@ from .call.check import Arguments, check_packed_values
 from .call.dispatch import PLAIN_OPERATIONS
 from .call.inputs import Tensors
 from .call.jagged import jagged, packed
-from .call.normalize import by_sequences, checked_lengths, normalized, of_sequences, with_documents
+from .call.normalize import (
+    checked_lengths,
+    keys_of,
+    normalized,
+    of_sequences,
+    with_documents,
+    without_documents,
+)
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
 from .operators.autograd import attend, attend_again, prepared_directly
@@ -141,12 +148,11 @@ def attention(
             sink=sink, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
             deterministic=deterministic, backend=backend,
         )  # fmt: skip
-    key, rows = None, (q, k, v)
+    key, rows, limits, documents = None, (q, k, v), (), None
     allowed, lengths = (mask, None) if isinstance(mask, Tensor) else (None, None)
-    limits, documents = (), None
     if mask is not allowed:
-        documents = recent.documents_of(mask)
-        limits = recent.limits_of(mask, documents)
+        allowed, documents = keys_of(mask, q, k, backend), recent.documents_of(mask)
+        limits = recent.limits_of(mask, documents if allowed is None else allowed)
         lengths = None if limits is None else mask.lengths  # pyright: ignore
     if seed is None and limits is not None:
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
@@ -182,9 +188,9 @@ def attention(
         q, k, v, _mask(mask, causal), bias, _given(alibi=alibi), scale, softcap, sink,
         dropout_p, seed, deterministic, backend,
     )  # fmt: skip
-    sequences = by_sequences(call) if call.mask.documents else call
-    tensors, options, prepared = normalized(sequences)
-    if sequences is not call:
+    apart = without_documents(call, allowed) if call.mask.documents else call
+    tensors, options, prepared = normalized(apart)
+    if apart is not call:
         tensors = tensors._replace(q=q, k=k, v=v)  # not their views, which autograd would repeat
     if key is not None and _are_read(given, tensors, alibi):
         prepared = prepared or prepared_directly(tensors, options)

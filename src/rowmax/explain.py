@@ -14,7 +14,7 @@ from .attention import CallOptions, arguments, attention
 from .call import dispatch as backends
 from .call.dispatch import Job
 from .call.inputs import Tensors
-from .call.normalize import by_sequences, normalized
+from .call.normalize import keys_of, normalized, without_documents
 from .call.problem import Problem, each_sequence, problem_of
 from .errors import check_flag, refuse_unexpected, wrong_type
 from .rules.mask import FULL, PARTIAL, SKIP, tile_states
@@ -135,7 +135,8 @@ def explain(
     if options.get("seed") is None:
         options["seed"] = 0  # does not advance torch's generator
     given = arguments(q, k, v, cu_seqlens, (max_seqlen_q, max_seqlen_k), **options)
-    tensors, found, _ = normalized(by_sequences(given))
+    keys = keys_of(given.mask, q, k, given.backend)
+    tensors, found, _ = normalized(without_documents(given, keys))
     problem = problem_of(tensors, found)
     tiles = _tiles(problem, tensors)
     size = problem.dtype.itemsize

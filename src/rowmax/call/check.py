@@ -23,6 +23,7 @@ MAX_HEAD_DIM = 576  # keys of latent attention: 512 and 64 rotated
 LARGEST = 1e30  # the largest scale and softcap: times a score, or divided, they stay within float32
 LENGTHS = "mask: PrefixLengths(lengths=)"
 IDS = "mask: Documents(ids=)"
+STARTS = "mask: LeftPadding(starts=)"
 #: the end of an error where ``[B, H, N, D]`` would have passed
 HEADS_FIRST = "; the layout is [B, N, H, D]: pass transpose(1, 2) of q, k, v [B, H, N, D]"
 
@@ -281,7 +282,7 @@ def _check_ids(given: Ids, shape: Shape, swapped: Shape | None, q: Tensor) -> No
     if given.step is not None:
         return
     if given.starts is not None:
-        _check_lengths("mask: LeftPadding(starts=)", given.starts, shape, q)
+        _check_lengths(STARTS, given.starts, shape, q)
         return
     if given.q_id is not None and given.ids is not None:
         check_device("mask: KeyPadding", given.ids, q)
