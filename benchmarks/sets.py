@@ -118,6 +118,15 @@ SETS: dict[str, tuple[str, ...]] = {
         "dtype=float32|bfloat16 n=1024 b=1 hq=32 hk=8 d=128 causal=1 documents=8",
         "dtype=float32 n=64|1024 b=1 hq=8 d=64 documents=2|32",
     ),
+    # a batch that is padded on the left: decoding a token, a draft, and whole prompts
+    "cpu-padded": tuple(
+        f"dtype=float32|bfloat16 {rows} n={n} b=4 hq=12 d=64 left=1 "
+        f"lengths={n}+{3 * n // 4}+{n // 2}+{n // 4}"
+        for n, rows in (
+            *((n, "nq=1|8") for n in (64, 512, 2048)),
+            *((n, "causal=1") for n in (64, 256, 512)),
+        )
+    ),
     # decoding one token with a cache of fixed size: a prefix of it is in use, by lengths or a mask
     "cpu-cached": tuple(
         f"dtype=float32|bfloat16 nq=1 n={n} {more} boolean=0|1"

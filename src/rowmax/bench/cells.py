@@ -41,6 +41,7 @@ class Cell:
     sink: bool = False  # a logit a head, with its gradient
     offsets: bool = False  # documents are given by them, not by ids
     unbounded: bool = False  # the longest of packed sequences is not given
+    left: bool = False  # padding comes before the keys in use
 
     def __post_init__(self) -> None:
         if self.nq and self.documents:
@@ -49,6 +50,8 @@ class Cell:
             raise ValueError("offsets: got True; want documents")
         if self.unbounded and not self.packed:
             raise ValueError("unbounded: got True; want packed sequences")
+        if self.left and not self.lengths:
+            raise ValueError("left: got True; want lengths")
         masked = self.causal or self.window or self.documents or self.lengths
         if self.boolean and (self.packed or not masked):
             raise ValueError("boolean: got True; want a mask, and no packed sequences")
@@ -201,5 +204,6 @@ def allowed(cell: Cell, x: Inputs) -> Tensor | None:
     if x.ids is not None:
         ok = ok & (x.ids[:, None] == x.ids)
     if x.lengths is not None:
-        ok = ok & (i < x.lengths[:, None, None, None])
+        used = x.lengths[:, None, None, None]
+        ok = ok & (i >= cell.n - used if cell.left else i < used)
     return ok if cell.causal or cell.window or cell.documents or cell.lengths else None

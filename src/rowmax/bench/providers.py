@@ -120,7 +120,8 @@ def arguments(cell: Cell, x: Inputs) -> dict[str, Any]:
     elif x.ids is not None:
         mask = mask & rowmax.Documents(x.ids)
     if x.lengths is not None:
-        mask = mask & rowmax.PrefixLengths(x.lengths)
+        left, lengths = rowmax.LeftPadding(cell.n - x.lengths), rowmax.PrefixLengths(x.lengths)
+        mask = mask & (left if cell.left else lengths)
     found = {"causal": cell.causal, "softcap": cell.softcap, "bias": x.bias, "alibi": x.slopes}
     found |= {"sink": x.sink} if cell.sink else {}
     found |= {"dropout_p": cell.dropout, "seed": 1} if cell.dropout else {}
@@ -206,7 +207,7 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    refuse(cell, "dropout packed sink")
+    refuse(cell, "dropout packed sink left")
     torch._functorch.config.donated_buffer = False  # backward runs often
     torch._dynamo.config.recompile_limit = 256  # beyond it flex_attention holds the matrix
     torch._dynamo.config.accumulated_recompile_limit = 4096
