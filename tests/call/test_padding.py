@@ -37,15 +37,29 @@ def drawn(rng: random.Random, nq: int, dtype: torch.dtype) -> dict[str, Any]:
             call[name] = torch.rand(4).requires_grad_()
     if rng.random() < 0.3:
         call["bias"] = torch.randn(4, nq, NK, dtype=dtype).requires_grad_()
-    return call | {"softcap": rng.choice((0.0, 2.0))}
+    dropout = rng.choice(({}, {}, {"dropout_p": 0.3, "seed": 5}))
+    return call | {"softcap": rng.choice((0.0, 2.0))} | dropout
+
+
+def also(rng: random.Random) -> rowmax.Mask:
+    """Return a mask that padding may have besides."""
+    lengths = torch.tensor([rng.randint(0, NK) for _ in range(B)])
+    return rng.choice(
+        (
+            band_of(rng),
+            rowmax.PrefixLengths(lengths),
+            rowmax.PrefixLengths(lengths, align="lengths"),
+            rowmax.Prefix(lengths),
+        )
+    )
 
 
 @pytest.mark.parametrize("by", ["starts", "keys", "keys of all"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(14))
 def test_bits_are_those_of_ids(seed: int, by: str) -> None:
     rng = random.Random(seed)
-    dtype = rng.choice((torch.float32, torch.bfloat16, torch.float64))
-    call, band = drawn(rng, rng.choice((1, 1, 5, 40)), dtype), band_of(rng)
+    dtype = rng.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    call, band = drawn(rng, rng.choice((1, 1, 5, 40)), dtype), also(rng)
     for _ in range(3):  # later calls are found, with other padding
         hidden = padding(rng, by)
         given: dict[str, Any] = {**call, "return_lse": True, "backend": "cpu"}

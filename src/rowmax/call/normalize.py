@@ -139,9 +139,9 @@ def keys_of(mask: object, q: object, k: object, backend: object) -> Tensor | Non
     """
     if not isinstance(mask, Mask) or len(mask.documents) != 1 or mask.allowed is not None:
         return None
-    ids, _, _, q_id, _, starts = mask.documents[0]
-    given = starts if ids is None else ids
-    if q_id is None or given is None or not values_are_readable(given):
+    one = mask.documents[0]
+    given = one.starts if one.ids is None else one.ids
+    if one.q_id is None or given is None or not values_are_readable(given):
         return None
     if type(q) not in PLAIN or type(k) not in PLAIN:
         return None
@@ -150,10 +150,9 @@ def keys_of(mask: object, q: object, k: object, backend: object) -> Tensor | Non
     few = q.is_cpu and q.dim() == k.dim() == 4 and q.shape[1] <= FEW_QUERIES
     if not few or backend not in (None, "cpu") or absence("cpu") is not None:
         return None
-    if starts is None:
-        return (_two_axes(given) == q_id)[:, None, None]
-    check_length_values(STARTS, starts)
-    return (torch.arange(k.shape[1]) >= starts[:, None])[:, None, None]
+    if one.starts is not None:
+        check_length_values(STARTS, one.starts)
+    return (_key_ids(one, k.shape[1], k.device) == one.q_id)[:, None, None]
 
 
 def without_documents(a: Arguments, keys: Tensor | None) -> Arguments:
@@ -355,18 +354,22 @@ def _ids(
     if given.step is not None:
         i, j = (torch.arange(n, dtype=torch.int32, device=device) for n in (shape.nq, shape.nk))
         return (i[None] + offset) % given.step, j[None] % given.step
-    if given.starts is not None:
-        k_ids = (torch.arange(shape.nk, device=device) < given.starts[:, None]).to(torch.int32)
-    elif given.ids is not None:
-        k_ids = _two_axes(given.ids)
-    else:
-        assert given.cu_seqlens is not None
-        k_ids = ids_of_offsets(given.cu_seqlens, shape.nk)
+    k_ids = _key_ids(given, shape.nk, device)
     if given.q_ids is not None:
         return _two_axes(given.q_ids), k_ids
     if given.q_id is not None:
         return k_ids.new_full((1, shape.nq), given.q_id), k_ids
     return k_ids[:, shape.nk - shape.nq :], k_ids
+
+
+def _key_ids(given: Ids, nk: int, device: torch.device) -> Tensor:
+    """Return the ids of keys, int32 ``[B|1, Nk]``, of documents that are no dilation."""
+    if given.starts is not None:
+        return (torch.arange(nk, device=device) < given.starts[:, None]).to(torch.int32)
+    if given.ids is not None:
+        return _two_axes(given.ids)
+    assert given.cu_seqlens is not None
+    return ids_of_offsets(given.cu_seqlens, nk)
 
 
 def _two_axes(ids: Tensor) -> Tensor:

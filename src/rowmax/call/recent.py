@@ -1,7 +1,7 @@
 """Plain calls that were made before, found by one check in C.
 
-A plain call has q, k and v, perhaps a bias, a sink, slopes, a boolean mask, lengths or offsets of
-documents, a band or none, and numbers.
+A plain call has q, k and v, perhaps a bias, a sink, slopes, a boolean mask, lengths, ids or offsets
+of documents, a band or none, and numbers.
 ``normalize`` reads twenty attributes of the tensors to know that a call passed the checks; here
 torch compares them all at once. A call that is not found takes the usual way. Backwards of calls
 with q, k and v alone are found likewise.

@@ -580,7 +580,7 @@ def packed_heads(p: Problem, tile: Tile, bias: str) -> int:
         return 1
     wide = p.dv > MOST_COLUMNS  # packed ones were not measured
     rows = ROWS * (1 if wide else tile.warpgroups)
-    most = group if p.usual.nq <= rows // SHARING else min(group, SHARING)
+    most = group if p.nq <= rows // SHARING else min(group, SHARING)
     if (p.varlen or p.documents) and not wide:  # any tile may be cut
         return most
 
